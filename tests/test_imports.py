@@ -72,7 +72,7 @@ def modules_in(package: str) -> list[str]:
 PURE = sorted({*PURE_MODULES, *(module for package in PURE_PACKAGES for module in modules_in(package))} - USES_NUMPY)
 
 
-def test_imports_within_functions_are_seen():
+def test_imported_names_include_function_bodies():
     text = "def f():\n    import jax.numpy as jnp\n    from orbax import checkpoint\n    if f:\n        import a.b\n"
     assert set(imported_names(text)) == {"jax.numpy", "orbax", "orbax.checkpoint", "a.b"}
 
@@ -157,7 +157,7 @@ def attributes_used(text: str) -> set[str]:
     return {*imports, *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
 
 
-def test_uses_within_functions_are_seen():
+def test_attributes_used_include_function_bodies():
     assert {"process_count", "environ"} <= attributes_used("def f():\n    return jax.process_count(), os.environ\n")
     assert "process_index" in attributes_used("from jax import process_index as index\n")
 

@@ -2,7 +2,7 @@
 
 Every package stands above all packages that it imports. An arrow that follows from others is left out, so that A -> B
 -> C stands for an import of C by A too. The layout is that of Sugiyama et al. 1981 (https://doi.org/10.1109/TSMC.1981.4308636):
-layers by longest path, long arrows through empty places, and an order of each layer by the mean of its neighbours.
+layers by longest path, long arrows through dummy nodes, and an order of each layer by the mean of its neighbours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tools.import_graph import package_graph, read_graph
 
 Imports = Mapping[str, set[str]]
-BOX_WIDTH, BOX_HEIGHT, EMPTY_WIDTH = 132, 28, 40
+BOX_WIDTH, BOX_HEIGHT, DUMMY_WIDTH = 132, 28, 40
 GAP, LAYER_HEIGHT, MARGIN = 24, 52, 16
 SWEEPS = 12
 COLORS = {"prepcli": "#dbeafe", "trainer": "#fde9d0"}  # of the boxes, by distribution
@@ -28,18 +28,18 @@ TIP = (
 
 
 @dataclass(slots=True)
-class Place:
-    """A place in a layer: a package, or an empty place (without a name) that a long arrow passes."""
+class Node:
+    """A node of a layer: a package, or a dummy (without a name) that a long arrow passes."""
 
     name: str = ""
     x: float = 0
-    below: list[Place] = field(default_factory=list)
-    above: list[Place] = field(default_factory=list)
+    below: list[Node] = field(default_factory=list)
+    above: list[Node] = field(default_factory=list)
 
     @property
     def width(self) -> int:
         """Width of the box or of the passage."""
-        return BOX_WIDTH if self.name else EMPTY_WIDTH
+        return BOX_WIDTH if self.name else DUMMY_WIDTH
 
 
 def reachable(imports: Imports, package: str) -> set[str]:
@@ -53,7 +53,7 @@ def reachable(imports: Imports, package: str) -> set[str]:
     return reached
 
 
-def without_implied(imports: Imports) -> dict[str, set[str]]:
+def transitive_reduction(imports: Imports) -> dict[str, set[str]]:
     """Return the transitive reduction of the imports."""
     implied = {
         package: {name for other in names for name in reachable(imports, other)} for package, names in imports.items()
@@ -74,52 +74,52 @@ def layer_numbers(imports: Imports) -> dict[str, int]:
     return {package: number(package) for package in imports}
 
 
-def lay_out(imports: Imports) -> list[list[Place]]:
-    """Return the layers, the top one first, with the position of each place."""
+def lay_out(imports: Imports) -> list[list[Node]]:
+    """Return the layers, the top one first, with the position of each node."""
     numbers = layer_numbers(imports)
-    layers: list[list[Place]] = [[] for _ in range(max(numbers.values()) + 1)]
-    places = {package: Place(package) for package in sorted(imports)}
-    for package, place in places.items():
-        layers[numbers[package]].append(place)
+    layers: list[list[Node]] = [[] for _ in range(max(numbers.values()) + 1)]
+    nodes = {package: Node(package) for package in sorted(imports)}
+    for package, node in nodes.items():
+        layers[numbers[package]].append(node)
     for package, names in sorted(imports.items()):
         for name in sorted(names):
-            _connect(layers, numbers[package], places[package], places[name], numbers[name])
+            _connect(layers, numbers[package], nodes[package], nodes[name], numbers[name])
     for sweep in range(SWEEPS):
         for layer in layers if sweep % 2 else reversed(layers):
             _order(layer, is_downward=bool(sweep % 2))
     return layers
 
 
-def _connect(layers: Sequence[list[Place]], number: int, upper: Place, lower: Place, last_number: int) -> None:
-    """Connect two places, with an empty place in every layer between them."""
+def _connect(layers: Sequence[list[Node]], number: int, upper: Node, lower: Node, last_number: int) -> None:
+    """Connect two nodes, with a dummy node in every layer between them."""
     for layer in layers[number + 1 : last_number]:
-        empty = Place()
-        layer.append(empty)
-        upper.below.append(empty)
-        empty.above.append(upper)
-        upper = empty
+        dummy = Node()
+        layer.append(dummy)
+        upper.below.append(dummy)
+        dummy.above.append(upper)
+        upper = dummy
     upper.below.append(lower)
     lower.above.append(upper)
 
 
-def _order(layer: list[Place], is_downward: bool) -> None:
+def _order(layer: list[Node], is_downward: bool) -> None:
     """Order a layer by the mean position of the neighbours on one side, and centre it."""
 
-    def mean(place: Place) -> float:
-        neighbours = place.above if is_downward else place.below
-        return sum(other.x for other in neighbours) / len(neighbours) if neighbours else place.x
+    def mean(node: Node) -> float:
+        neighbours = node.above if is_downward else node.below
+        return sum(other.x for other in neighbours) / len(neighbours) if neighbours else node.x
 
     layer.sort(key=mean)
-    x = -(sum(place.width + GAP for place in layer) - GAP) / 2
-    for place in layer:
-        place.x = x + place.width / 2
-        x += place.width + GAP
+    x = -(sum(node.width + GAP for node in layer) - GAP) / 2
+    for node in layer:
+        node.x = x + node.width / 2
+        x += node.width + GAP
 
 
 def draw(imports: Imports) -> str:
     """Return the picture as SVG."""
-    layers = lay_out(without_implied(imports))
-    width = max(sum(place.width + GAP for place in layer) for layer in layers) + 2 * MARGIN
+    layers = lay_out(transitive_reduction(imports))
+    width = max(sum(node.width + GAP for node in layer) for layer in layers) + 2 * MARGIN
     height = len(layers) * LAYER_HEIGHT - (LAYER_HEIGHT - BOX_HEIGHT) + 2 * MARGIN
     tops = [MARGIN + number * LAYER_HEIGHT for number in range(len(layers))]
     parts = [
@@ -128,28 +128,28 @@ def draw(imports: Imports) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff" style="stroke:none"/>',
     ]
     for layer, top in zip(layers, tops):
-        for place in layer:
-            parts += _arrows(place, top, width / 2)
+        for node in layer:
+            parts += _arrows(node, top, width / 2)
     for layer, top in zip(layers, tops):
-        parts += [_box(place, top, width / 2) for place in layer if place.name]
+        parts += [_box(node, top, width / 2) for node in layer if node.name]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _arrows(place: Place, top: int, middle: float) -> Iterator[str]:
+def _arrows(node: Node, top: int, middle: float) -> Iterator[str]:
     """Yield the arrows that start at a package."""
-    for lower in place.below if place.name else ():
-        points, y = [(place.x, top + BOX_HEIGHT)], top + LAYER_HEIGHT
+    for lower in node.below if node.name else ():
+        points, y = [(node.x, top + BOX_HEIGHT)], top + LAYER_HEIGHT
         while not lower.name:
             points += [(lower.x, y), (lower.x, y + BOX_HEIGHT)]
             (lower,), y = lower.below, y + LAYER_HEIGHT
         text = " ".join(f"{x + middle:.0f},{y}" for x, y in [*points, (lower.x, y)])
-        yield f'<polyline points="{text}" data-from="{place.name}" data-to="{lower.name}"/>'
+        yield f'<polyline points="{text}" data-from="{node.name}" data-to="{lower.name}"/>'
 
 
-def _box(place: Place, top: int, middle: float) -> str:
-    x, color = place.x + middle, COLORS[place.name.partition(".")[0]]
+def _box(node: Node, top: int, middle: float) -> str:
+    x, color = node.x + middle, COLORS[node.name.partition(".")[0]]
     corner = f'x="{x - BOX_WIDTH / 2:.0f}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4"'
-    return f'<rect {corner} fill="{color}"/><text x="{x:.0f}" y="{top + 19}">{place.name}</text>'
+    return f'<rect {corner} fill="{color}"/><text x="{x:.0f}" y="{top + 19}">{node.name}</text>'
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""State the errors of commands in the terms of Python callers: `--memory 1GiB` as `memory="1GiB"`."""
+"""State the errors and warnings of commands in the terms of Python callers: `--memory 1GiB` as `memory="1GiB"`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,11 @@ def _translate_options(words: list[str], annotations: Mapping[str, Any]) -> str:
     raise KeyError(words[0])
 
 
+def conversion_annotations(command: str) -> Mapping[str, Any]:
+    """Return the annotations of the arguments of a conversion's function; KeyError if the command is no conversion."""
+    return {"out": PathLike, **_hints(OPTIONS_BY_COMMAND[command])}
+
+
 def _hints(schema: type) -> dict[str, Any]:
     return get_type_hints(schema, include_extras=True)
 
@@ -74,10 +79,7 @@ def _function_name(command: str) -> str:
 
 def _translate_command(command: str, words: list[str]) -> str:
     """Return the call of the function of a command; KeyError if there is none, or an option is unknown."""
-    if command in FUNCTIONS_WITHOUT_OPTIONS:
-        annotations: Mapping[str, Any] = {}
-    else:
-        annotations = {"out": PathLike, **_hints(OPTIONS_BY_COMMAND[command])}
+    annotations: Mapping[str, Any] = {} if command in FUNCTIONS_WITHOUT_OPTIONS else conversion_annotations(command)
     arguments = ", ".join(_translate_words(words, annotations))
     return _function_name(command) + (f"({arguments})" if arguments else "")
 

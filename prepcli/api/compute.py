@@ -59,7 +59,7 @@ def load_params(
     located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
     with open_model(
         source,
-        located.headers.path,
+        located.local_files.path,
         mesh,
         verify=verify,
         on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),

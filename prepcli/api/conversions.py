@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from prepcli.api.caller_terms import conversion_annotations, to_callers_terms
 from prepcli.api.options import (
     ExportOptions,
     PadVocabOptions,
@@ -271,6 +272,7 @@ def _export_request(checkpoint: PathLike, out: PathLike | None, options: Any) ->
 def _convert(command: str, call: Callable[[Ui], Report], progress: Progress | None) -> Conversion:
     outcome = run_silently(command, call, progress)
     fields: Any = outcome.report.fields
+    annotations = conversion_annotations(command)
     return Conversion(
         path=Path(fields["output"]),
         bytes_read=fields["bytes"]["read"],
@@ -279,7 +281,7 @@ def _convert(command: str, call: Callable[[Ui], Report], progress: Progress | No
         peak_bytes=fields["memory"]["peak"],
         already_done=fields["already"],
         plan_digest=fields["plan_digest"],
-        warnings=outcome.warnings,
+        warnings=tuple(to_callers_terms(text, annotations) for text in outcome.warnings),
         details=fields,
     )
 

@@ -20,7 +20,7 @@ class Conversion:
         peak_bytes: Highest anonymous memory in bytes above the level at the start of the call.
         already_done: Whether an equal output existed, so that nothing was written.
         plan_digest: Digest of the plan. Equal plans write equal bytes.
-        warnings: Messages about options that could not be followed.
+        warnings: Messages about problems that did not stop the conversion, such as an unreachable hub.
         details: All fields of the command's `--json` output.
     """
 

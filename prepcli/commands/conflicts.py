@@ -25,7 +25,7 @@ def check_needs(option: str, value: object, needed: str, why: str) -> None:
 
 def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
     """Raise a usage PrepError for `--stream` if every checkpoint is a local folder."""
-    if stream and all(checkpoint.headers.remote is None for checkpoint in located):
+    if stream and all(checkpoint.local_files.remote is None for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
         raise usage_error("`--stream` has no effect", f"{names} is read from a local folder", "remove `--stream`")
 

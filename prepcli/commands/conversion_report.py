@@ -30,7 +30,7 @@ def source_fields(source: Source, located: LocatedCheckpoint) -> dict[str, Any]:
     """Return the name, revision, files and bytes of a source."""
     return {
         "name": source.display_name,
-        "revision": located.headers.commit,
+        "revision": located.local_files.commit,
         "files": len(source.files),
         "bytes": sum(stamp.size for stamp in source.file_stamps),
     }

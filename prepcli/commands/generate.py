@@ -100,7 +100,7 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     with catch_out_of_memory(OUT_OF_MEMORY_HINT):
         with open_model(
             source,
-            located.headers.path,
+            located.local_files.path,
             request.mesh,
             verify=request.verify,
             on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),

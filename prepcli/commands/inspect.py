@@ -148,7 +148,7 @@ def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui:
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + entry.nbytes
     return {
         "name": contents.display_name,
-        "revision": located.headers.commit,
+        "revision": located.local_files.commit,
         "files": len(contents.files),
         "bytes": sum(path.stat().st_size for path in contents.files),
         "format": contents.kind,

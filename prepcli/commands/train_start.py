@@ -76,7 +76,7 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
     """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
     located = locate(recipe.model.path, access=make_access(ui, offline=offline))
     if located.kind == "orbax":
-        return located.headers.path
+        return located.local_files.path
     out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if dry_run:
         return _existing_init(out, recipe.model.path, mesh)

@@ -128,12 +128,12 @@ def read_contents(located: LocatedCheckpoint) -> CheckpointContents:
     Raises:
         PrepError: The checkpoint is broken or not supported.
     """
-    headers, display_name = located.headers, located.display_name
-    with headers.naming(display_name):
-        contents = READERS[located.kind](headers.path, display_name)
-        if headers.remote is None:
+    local_files, display_name = located.local_files, located.display_name
+    with local_files.rename_in_errors(display_name):
+        contents = READERS[located.kind](local_files.path, display_name)
+        if local_files.remote is None:
             return contents
-        return replace(contents, blobs=headers.remote.blobs(contents.files, contents.blobs))
+        return replace(contents, blobs=local_files.remote.blobs(contents.files, contents.blobs))
 
 
 def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:

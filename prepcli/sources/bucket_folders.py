@@ -24,7 +24,7 @@ from prepcli.remote.placeholders import (
 )
 from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile
 from prepcli.remote.retries import map_in_daemon_threads
-from prepcli.sources.folders import Access, Headers, Kind
+from prepcli.sources.folders import Access, Kind, LocalFiles
 from prepcli.sources.references import BucketUrl
 from prepcli.sources.source import WEIGHT_SUFFIXES
 
@@ -33,7 +33,6 @@ MAX_METADATA_NBYTES = 1 << 20
 MAX_SMALL_FILES_NBYTES = 1 << 30  # of all small files together
 _DATA_FOLDERS = frozenset({"d", "ocdbt_data", "ocdbt_meta"})  # names that TensorStore and Orbax give them
 _ARRAY_METADATA_KEYS = (b".zarray", b"zarr.json")
-
 
 COPY_HINT = "copy it to a local folder first"
 
@@ -53,7 +52,7 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
 
 
 class BucketFolder:
-    """The objects below a URL as a `Folder`; `fetch_headers` writes placeholder files."""
+    """The objects below a URL as a `Folder`; `prepare_local_files` writes placeholder files."""
 
     def __init__(self, display_name: str, bucket: Bucket) -> None:
         """List the objects.
@@ -77,7 +76,7 @@ class BucketFolder:
             self._contents[name] = read_all(self._bucket, self._files[name])
         return self._contents[name][start:stop]
 
-    def fetch_headers(self, kind: Kind) -> Headers:
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch headers, indexes and small files into a folder of placeholder files.
 
         Raises:
@@ -92,7 +91,7 @@ class BucketFolder:
             placeholder_path(remote.placeholder_folder, file)
         with rename_in_errors(remote.placeholder_folder, self.display_name):
             fetch[kind](remote)
-        return Headers(remote.placeholder_folder, remote)
+        return LocalFiles(remote.placeholder_folder, remote)
 
     def _fetch_hf_folder(self, remote: RemoteCheckpoint) -> None:
         """Fetch the small files and the safetensors headers at the top of a Hugging Face folder."""

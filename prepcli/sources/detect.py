@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Refusal:
 
     Attributes:
         what: First part of the error, after the checkpoint's name.
-        why: Reason, with `{found}` for the names of the files.
+        why: Reason, with `{names}` for the names of the files.
         hint: How to convert it, with `{folder}` for the checkpoint's name.
     """
 
@@ -39,9 +40,9 @@ class Refusal:
     why: str
     hint: str
 
-    def error(self, found: Sequence[str], display_name: str) -> PrepError:
+    def error(self, names: Sequence[str], display_name: str) -> PrepError:
         """Return the error for a checkpoint with these files."""
-        why = self.why.replace("{found}", join_names(found, max_names=MAX_LISTED))
+        why = self.why.replace("{names}", join_names(names, max_names=MAX_LISTED))
         return PrepError(f"{display_name} {self.what}", why, self.hint.replace("{folder}", display_name))
 
 
@@ -55,54 +56,54 @@ def _quantised(why: str) -> Refusal:
 
 ADAPTER = Refusal(
     "is an adapter, not a model",
-    "it has {found}: adapters hold only changes to a base model",
+    "it has {names}: adapters hold only changes to a base model",
     "merge it first: PEFT's merge_and_unload(), then save_pretrained(OUT)",
 )
-GPTQ, AWQ = (_quantised(f"found {{found}}, which {tool} writes") for tool in ("GPTQ", "AWQ"))
+GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("GPTQ", "AWQ"))
 GGUF = Refusal(
     "is in GGUF format",
-    "found {found}; GGUF is an inference format: its weights are quantised or reordered",
+    "found {names}; GGUF is an inference format: its weights are quantised or reordered",
     "use the model that it was converted from: a folder with config.json and *.safetensors",
 )
 DISTRIBUTED = Refusal(
     "is a torch distributed checkpoint",
-    "found {found}; each rank wrote its part in PyTorch's own format",
+    "found {names}; each rank wrote its part in PyTorch's own format",
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} model.pth, then load it into the"
     " model and call its save_pretrained(OUT)",
 )
 TRAINING_FILES = Refusal(
     "holds no model",
-    "found {found}; these files belong to a PyTorch training run, but are not the model",
+    "found {names}; these files belong to a PyTorch training run, but are not the model",
     "name the folder that the model itself was saved to",
 )
 
 Select = Callable[[Sequence[str]], Sequence[str]]  # top-level names -> names that a rule applies to
 
 
-def _matching(*patterns: str) -> Select:
+def _names_matching(*patterns: str) -> Select:
     """Return a function that selects the names that match a pattern, ignoring case."""
     return lambda names: [name for name in names if any(fnmatchcase(name.lower(), pattern) for pattern in patterns)]
 
 
-def _if(matches: Callable[[Sequence[str]], bool]) -> Select:
+def _all_names_if(matches: Callable[[Sequence[str]], bool]) -> Select:
     """Return a function that selects all names if `matches(names)`, else none."""
     return lambda names: names if matches(names) else ()
 
 
 RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
     (lambda names: [ADAPTER_CONFIG] if ADAPTER_CONFIG in names and CONFIG not in names else [], ADAPTER),
-    (_matching("quantize_config.json"), GPTQ),
-    (_matching("quant_config.json"), AWQ),
+    (_names_matching("quantize_config.json"), GPTQ),
+    (_names_matching("quant_config.json"), AWQ),
     (select_safetensors_files, "safetensors"),
-    (_if(lambda names: detect_torch_kind(names) == "torch"), "torch"),
-    (_if(lambda names: detect_torch_kind(names) == "meta"), "meta"),
-    (_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
-    (_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
-    (_matching("*.gguf"), GGUF),
-    (_matching("*.distcp"), DISTRIBUTED),
+    (_all_names_if(lambda names: detect_torch_kind(names) == "torch"), "torch"),
+    (_all_names_if(lambda names: detect_torch_kind(names) == "meta"), "meta"),
+    (_all_names_if(lambda names: detect_msgpack_kind(names) == "flax"), "flax"),
+    (_all_names_if(lambda names: detect_msgpack_kind(names) == "easylm"), "easylm"),
+    (_names_matching("*.gguf"), GGUF),
+    (_names_matching("*.distcp"), DISTRIBUTED),
     (select_model_files, "torch"),
     (
-        lambda names: [n for n in _matching(*TRAINING_FILE_PATTERNS)(names) if n.lower().endswith(SUFFIXES)],
+        lambda names: [n for n in _names_matching(*TRAINING_FILE_PATTERNS)(names) if n.lower().endswith(SUFFIXES)],
         TRAINING_FILES,
     ),
 )  # the first rule that selects a name decides
@@ -120,11 +121,11 @@ def detect(folder: Folder) -> Kind:
     if any(_is_item_metadata(name) for name in names):
         return "orbax"
     top_names = sorted(name for name in names if "/" not in name)
-    verdict, found = apply_rules(top_names)
+    verdict, selected_names = apply_rules(top_names)
     if verdict is None:
         raise no_checkpoint_error(top_names, folder.display_name)
     if isinstance(verdict, Refusal):
-        raise verdict.error(found, folder.display_name)
+        raise verdict.error(selected_names, folder.display_name)
     if CONFIG in top_names:
         _check_config(folder)
     return verdict
@@ -138,9 +139,9 @@ def detect_file(path: Path, display_name: str) -> Kind:
     """
     if (kind := sniff_msgpack_kind(path)) is not None:
         return kind
-    verdict, found = apply_rules([path.name])
+    verdict, selected_names = apply_rules([path.name])
     if isinstance(verdict, Refusal) and verdict in (GGUF, DISTRIBUTED):
-        raise verdict.error(found, display_name)
+        raise verdict.error(selected_names, display_name)
     raise PrepError(
         f"{display_name} is a file",
         "only Flax and EasyLM checkpoints are single files",
@@ -151,8 +152,8 @@ def detect_file(path: Path, display_name: str) -> Kind:
 def apply_rules(names: Sequence[str]) -> tuple[Kind | Refusal | None, Sequence[str]]:
     """Return the verdict of the first rule that selects any of the names, with the selected names."""
     for select, verdict in RULES:
-        if found := select(names):
-            return verdict, found
+        if selected_names := select(names):
+            return verdict, selected_names
     return None, ()
 
 
@@ -170,22 +171,21 @@ def _check_config(folder: Folder) -> None:
         config = parse_json(text)
     except ValueError as error:
         raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error)) from error
-    if method := _quantisation_method(config):
-        raise _quantised(f"{CONFIG} declares quantised weights, method: {method}").error((), folder.display_name)
+    if quantisation := _find_quantisation(config):
+        raise _quantised(f"{CONFIG} has a {quantisation}").error((), folder.display_name)
 
 
-def _quantisation_method(config: Any) -> str:
-    """Return `gptq`, `fp8`, ...; empty if not quantised. Multimodal models have the keys under text_config."""
+def _find_quantisation(config: Any) -> str:
+    """Return `quantization_config: gptq`, ...; empty if not quantised. Multimodal models have it under text_config."""
     if not isinstance(config, Mapping):
         return ""
     text_config = config.get("text_config")
     sections = [config, text_config] if isinstance(text_config, Mapping) else [config]
-    values = (section.get(key) for section in sections for key in _QUANTISATION_KEYS)
-    quantisation = next((value for value in values if value), None)
-    if not quantisation:
-        return ""
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    return str(method or "not named")
+    for section, key in product(sections, _QUANTISATION_KEYS):
+        if value := section.get(key):
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            return f"{key}: {method or 'no quant_method'}"
+    return ""
 
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:

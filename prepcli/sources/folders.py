@@ -42,7 +42,7 @@ DEFAULT_ACCESS = Access()
 
 
 @dataclass(frozen=True, slots=True)
-class Headers:
+class LocalFiles:
     """Local files from which a checkpoint is opened.
 
     Attributes:
@@ -55,7 +55,7 @@ class Headers:
     remote: RemoteCheckpoint | None = None
     commit: str | None = None
 
-    def naming(self, display_name: str) -> AbstractContextManager[None]:
+    def rename_in_errors(self, display_name: str) -> AbstractContextManager[None]:
         """Replace the folder of placeholder files by the checkpoint's name in the PrepErrors of the block."""
         if self.remote is None:
             return nullcontext()
@@ -78,8 +78,11 @@ class Folder(Protocol):
         """Return bytes of a listed file; fewer if the file is shorter."""
         ...
 
-    def fetch_headers(self, kind: Kind) -> Headers:
-        """Fetch the headers and small files of a checkpoint of this format, or all of it.
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
+        """Return the local files from which a checkpoint of this format is opened.
+
+        A local folder is returned as it is. Of a remote checkpoint, all files are downloaded; or, if its tensors are
+        read remotely, the headers and small files.
 
         Raises:
             PrepError: This format cannot be read from here, or a file cannot be fetched.
@@ -105,6 +108,6 @@ class LocalFolder:
         """Return bytes of a file; fewer if the file is shorter."""
         return read_bytes(self.path / name, start, stop - start)
 
-    def fetch_headers(self, kind: Kind) -> Headers:
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Return the folder itself: local files are read where they are."""
-        return Headers(self.path, commit=self.commit)
+        return LocalFiles(self.path, commit=self.commit)

@@ -17,7 +17,7 @@ from prepcli.formats.torch_files import select_torch_files
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
 from prepcli.remote.hub_errors import is_hub_down, translate_errors
 from prepcli.sources.detect import Refusal, apply_rules, no_checkpoint_error
-from prepcli.sources.folders import Access, Folder, Headers, Kind, LocalFolder
+from prepcli.sources.folders import Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.references import HubRepo
 from prepcli.sources.source_hints import CONFIG
 
@@ -83,7 +83,7 @@ def _fall_back_to_cache(error: Exception, repo: HubRepo, access: Access) -> Loca
 
 @dataclass(frozen=True, slots=True)
 class HubFolder:
-    """The files of a repository as a `Folder`; `fetch_headers` downloads the model, unless it is to be streamed."""
+    """The files of a repository as a `Folder`; `prepare_local_files` downloads the model unless it is streamed."""
 
     listing: HubListing
     access: Access
@@ -102,7 +102,7 @@ class HubFolder:
         with self._translate_errors():
             return self.listing.read(name, start, stop)
 
-    def fetch_headers(self, kind: Kind) -> Headers:
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
         """Fetch the files of one weight format with config and tokenizer: whole, or only headers to stream."""
         names = files_to_download(self.names())
         if not _select_weights(names):
@@ -111,9 +111,9 @@ class HubFolder:
             if self.access.stream:
                 return self._fetch_streamed(kind, names)
             path = self.listing.download(names, self.access.progress)
-        return Headers(path, commit=path.name)
+        return LocalFiles(path, commit=path.name)
 
-    def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> Headers:
+    def _fetch_streamed(self, kind: Kind, names: Sequence[str]) -> LocalFiles:
         """Fetch the small files, and the headers of the safetensors files."""
         if kind != "safetensors" or self.listing.commit is None:
             no_weights = "`--stream` reads safetensors, and the model has none"
@@ -121,7 +121,7 @@ class HubFolder:
             raise PrepError(f"cannot stream {self.display_name}", why, "without `--stream` it is downloaded first")
         weights = [name for name in names if name.endswith(".safetensors")]
         remote = self.listing.open_remote(weights, sorted({*names} - {*weights}))
-        return Headers(remote.placeholder_folder, remote, self.listing.commit)
+        return LocalFiles(remote.placeholder_folder, remote, self.listing.commit)
 
     def _translate_errors(self) -> AbstractContextManager[None]:
         return translate_errors(self.display_name, self.listing.revision, is_streamed=self.access.stream)

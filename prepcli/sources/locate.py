@@ -1,4 +1,4 @@
-"""One path from the name of a checkpoint to its format and headers: parse, detect, fetch."""
+"""One path from the name of a checkpoint to its format and local files: parse, detect, fetch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import assert_never
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.sources.bucket_folders import open_bucket_folder
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Headers, Kind, LocalFolder
+from prepcli.sources.folders import DEFAULT_ACCESS, Access, Folder, Kind, LocalFiles, LocalFolder
 from prepcli.sources.hub_folders import open_hub_folder
 from prepcli.sources.references import BucketUrl, HubRepo, LocalPath, Reference, RunStep, parse_reference
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """A checkpoint whose format is known and whose headers are local.
+    """A checkpoint of a known format, with the local files to open it from.
 
     Attributes:
         display_name: Name of the checkpoint in messages.
         model_name: Name that outputs are called after, without a folder.
         kind: Format of the checkpoint.
-        headers: Local files from which the checkpoint is opened.
+        local_files: Local files from which the checkpoint is opened.
         part: EasyLM part in the name, as `params` in `params::PATH`.
     """
 
     display_name: str
     model_name: str
     kind: Kind
-    headers: Headers
+    local_files: LocalFiles
     part: str = ""
 
 
@@ -60,12 +60,12 @@ def locate(
         kind = detect_file(reference.path, reference.display_name)
     else:
         kind = detect(folder)
-    headers = folder.fetch_headers(kind)
+    local_files = folder.prepare_local_files(kind)
     return LocatedCheckpoint(
         display_name=reference.display_name,
-        model_name=_manifest_name(reference, headers) or reference.model_name,
+        model_name=_manifest_name(reference, local_files) or reference.model_name,
         kind=kind,
-        headers=headers,
+        local_files=local_files,
         part=reference.part if isinstance(reference, LocalPath) else "",
     )
 
@@ -87,10 +87,10 @@ def open_folder(reference: Reference, access: Access) -> Folder:
             assert_never(reference)
 
 
-def _manifest_name(reference: Reference, headers: Headers) -> str:
+def _manifest_name(reference: Reference, local_files: LocalFiles) -> str:
     """Return the model name in the manifest; empty if it has a slash, which would leave the output folder."""
     if isinstance(reference, HubRepo):
         return ""
-    with headers.naming(reference.display_name):
-        name = (read_manifest(find_manifest_folder(headers.path)) or {}).get("name")
+    with local_files.rename_in_errors(reference.display_name):
+        name = (read_manifest(find_manifest_folder(local_files.path)) or {}).get("name")
     return name if isinstance(name, str) and name == Path(name).name else ""

@@ -38,10 +38,10 @@ def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> 
     Raises:
         PrepError: The checkpoint is broken.
     """
-    headers, display_name = located.headers, located.display_name
-    with headers.naming(display_name):
-        source = OPENERS[located.kind](headers.path, display_name, SourceHints(config_path, located.part))
-        return source if headers.remote is None else _with_remote_blobs(source, headers.remote)
+    local_files, display_name = located.local_files, located.display_name
+    with local_files.rename_in_errors(display_name):
+        source = OPENERS[located.kind](local_files.path, display_name, SourceHints(config_path, located.part))
+        return source if local_files.remote is None else _with_remote_blobs(source, local_files.remote)
 
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:

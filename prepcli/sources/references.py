@@ -120,13 +120,13 @@ def parse_reference(
     return _parse_hub_name(name, revision, cwd)
 
 
-def default_checkpoint(cwd: Path, accept: Callable[[Path], bool] = Path.is_dir) -> Path:
-    """Return the only folder in `cwd` that prep wrote and that `accept` accepts.
+def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is_dir) -> Path:
+    """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true.
 
     Raises:
         PrepError: There is none, or more than one (usage).
     """
-    candidates = sorted(folder for folder in _visible_folders(cwd) if _has_manifest(folder) and accept(folder))
+    candidates = sorted(folder for folder in _visible_folders(cwd) if _has_manifest(folder) and is_candidate(folder))
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:

@@ -92,11 +92,11 @@ def _require(condition: object, reason: str) -> None:
 
 def check_coverage(subject: FamilyUnderTest) -> str:
     """Check that the rows map each element of the tensors and of the leaves exactly once."""
-    leaves = {path: np.zeros(leaf.shape, np.int32) for path, leaf in subject.decoder.model.leaves.items()}
+    leaves = {path: np.zeros(leaf.shape, np.int32) for path, leaf in subject.tiny_model.model.leaves.items()}
     tensors = {
-        location.tensor: np.zeros(location.axis_map.source_shape, np.int32) for location in subject.decoder.locations
+        location.tensor: np.zeros(location.axis_map.source_shape, np.int32) for location in subject.tiny_model.locations
     }
-    for location in subject.decoder.locations:
+    for location in subject.tiny_model.locations:
         for view in location.matching_views(tensors[location.tensor], leaves[location.leaf_path]):
             view += 1
     wrong = [name for name, counts in (tensors | leaves).items() if not (counts == 1).all()]
@@ -132,14 +132,14 @@ def check_params(subject: FamilyUnderTest) -> str:
 
 def check_forward(subject: FamilyUnderTest) -> str:
     """Compute logits, which must be finite."""
-    logits = model_logits(subject.decoder.model, subject.params, subject.batch(2, 7))
+    logits = model_logits(subject.tiny_model.model, subject.params, subject.batch(2, 7))
     _require(np.isfinite(logits).all(), "logits are not finite")
     return "finite"
 
 
 def check_names_and_shapes(subject: FamilyUnderTest) -> str:
     """Compare the names and shapes of all tensors."""
-    shapes = {location.tensor: list(location.axis_map.source_shape) for location in subject.decoder.locations}
+    shapes = {location.tensor: list(location.axis_map.source_shape) for location in subject.tiny_model.locations}
     expected = tensor_shapes(subject.config)
     different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
     lines = [f"{name}: {shapes.get(name)}, transformers has {expected.get(name)}" for name in different]
@@ -194,7 +194,7 @@ def check_bfloat16_storage(subject: FamilyUnderTest) -> str:
     init = subject.convert(save_init, saved, "bfloat16-init")
     _check_same_checkpoint(saved, subject.convert(export, init, "bfloat16-back"))
     batch = subject.batch(1, 9)
-    logits = model_logits(subject.decoder.model, load_params(init), batch)
+    logits = model_logits(subject.tiny_model.model, load_params(init), batch)
     expected = torch_logits(load_torch_model(saved), batch, (9,))
     return _check_error(abs(logits - expected).max(), LOGITS_ATOL)
 
@@ -214,10 +214,10 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
     """Train a step on a mesh: the loss equals that of one device, parameters change and keep their sharding."""
     vocab = subject.mesh_config["vocab_size"]
     config = {**subject.mesh_config, "vocab_size": vocab + -vocab % 8, "true_vocab_size": vocab}
-    decoder, batch = tiny_transformer(config), random_batch(vocab, 4, 12, has_source=has_encoder(config))
+    tiny_model, batch = tiny_transformer(config), random_batch(vocab, 4, 12, has_source=has_encoder(config))
     mesh = "1,2,4" if family_of(config).sizes(config)["heads"] % 4 == 0 else "1,2,1"
-    sharding, leaves = _mesh_sharding(parse_mesh(mesh)), decoder.model.leaves
-    before = flatten_tree(decoder.params_from_tensors(random_tensors(config)))
+    sharding, leaves = _mesh_sharding(parse_mesh(mesh)), tiny_model.model.leaves
+    before = flatten_tree(tiny_model.params_from_tensors(random_tensors(config)))
     params = unflatten_tree(
         {path: jax.device_put(leaf, sharding.param_sharding(leaves[path])) for path, leaf in before.items()}
     )
@@ -225,11 +225,11 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
         key: jax.device_put(value, sharding.activation_sharding(value.shape, "batch", "seq"))
         for key, value in batch.items()
     }
-    setup = StepSetup(decoder.model, ForwardConfig(head_chunk_size=4, sharding=sharding), ADAMW)
+    setup = StepSetup(tiny_model.model, ForwardConfig(head_chunk_size=4, sharding=sharding), ADAMW)
     step = jax.jit(partial(train_step, setup=setup))
     state, metrics = step(init_train_state(params, setup), sharded_batch)
     array_batch = {key: jnp.asarray(value) for key, value in batch.items()}
-    expected = models.loss_sums(unflatten_tree(before), array_batch, decoder.model, UNSCANNED)
+    expected = models.loss_sums(unflatten_tree(before), array_batch, tiny_model.model, UNSCANNED)
     error = abs(float(metrics["loss"]) / float(expected.loss) - 1)
     for path, leaf in flatten_tree(state["params"]).items():
         leaf_sharding = sharding.param_sharding(leaves[path])
@@ -241,13 +241,13 @@ def check_step_on_mesh(subject: FamilyUnderTest) -> str:
 
 def check_greedy_tokens(subject: FamilyUnderTest) -> str:
     """Compare greedy decoding of models with small embeddings, which vary their output."""
-    config, decoder = subject.config, subject.decoder
+    config, tiny_model = subject.config, subject.tiny_model
     tensors = with_small_embeddings(config, subject.tensors)
     entry = greedy_samples(torch_model(config, tensors), subject.sizes["vocab"])
     prompts, generation_config = entry["prompts"], GenerationConfig(MAX_NEW_TOKENS)
     generator = Generator(
-        decoder.params_from_tensors(tensors),
-        decoder.model,
+        tiny_model.params_from_tensors(tensors),
+        tiny_model.model,
         forward_config=ForwardConfig(),
         generation_config=generation_config,
     )
@@ -293,7 +293,7 @@ def _mesh_sharding(mesh: Mesh) -> ShardingContext:
 def _check_logits(subject: FamilyUnderTest, lengths: Sequence[int]) -> str:
     """Compare logits at the positions of the tokens, in a batch with padding on the right."""
     batch = subject.batch(len(lengths), max(lengths))
-    logits = model_logits(subject.decoder.model, subject.params, batch)
+    logits = model_logits(subject.tiny_model.model, subject.params, batch)
     expected = torch_logits(subject.torch_model, batch, lengths)
     error = max(abs(logits[row, :length] - expected[row, :length]).max() for row, length in enumerate(lengths))
     return _check_error(error, LOGITS_ATOL)

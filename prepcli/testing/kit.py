@@ -12,7 +12,7 @@ from prepcli.errors import PrepError
 from prepcli.testing.checks import CHECKS, Check, FailedCheckError, SkippedCheckError
 from prepcli.testing.subject import FamilyUnderTest
 from prepcli.testing.tiny_config import scale_down
-from prepcli.testing.torch_transformers import INSTALL_HINT, missing_judges
+from prepcli.testing.torch_transformers import INSTALL_HINT, missing_reference_packages
 from trainer.models.parameters import HFConfig
 
 NUM_HEADS, NUM_MESH_HEADS = 3, 4  # an odd number finds more mistakes; a mesh divides an even one
@@ -66,7 +66,7 @@ def check_family(
 
 def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Run the checks one after another, and yield the result of each."""
-    missing = missing_judges()
+    missing = missing_reference_packages()
     for check in checks:
         if check.needs_torch and missing:
             reason = f"{' and '.join(missing)} not installed: {INSTALL_HINT}"

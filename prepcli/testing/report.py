@@ -15,7 +15,7 @@ from prepcli.sources.source import CONFIG, read_config
 from prepcli.testing.checks import CHECKS, Check
 from prepcli.testing.kit import NUM_HEADS, CheckResult, check_family
 from prepcli.testing.tiny_config import scale_down
-from prepcli.testing.torch_transformers import missing_judges
+from prepcli.testing.torch_transformers import missing_reference_packages
 from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
@@ -65,7 +65,7 @@ def _prepare_libraries() -> None:
     """Give the CPU several devices unless jax has started already, and silence transformers."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
-    if not missing_judges():
+    if not missing_reference_packages():
         from transformers.utils import logging
 
         logging.disable_progress_bar()

@@ -49,14 +49,14 @@ class FamilyUnderTest:
         return random_tensors(self.config, seed=3)
 
     @cached_property
-    def decoder(self) -> TinyTransformer:
+    def tiny_model(self) -> TinyTransformer:
         """The tiny model in prep."""
         return tiny_transformer(self.config)
 
     @cached_property
     def params(self) -> Tree:
         """The tensors as parameters of prep's model."""
-        return self.decoder.params_from_tensors(self.tensors)
+        return self.tiny_model.params_from_tensors(self.tensors)
 
     @cached_property
     def torch_model(self) -> Any:

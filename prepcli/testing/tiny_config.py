@@ -61,7 +61,7 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     family = family_of(config)
     family.arch_config(config)  # raises for what scaling down would hide
     if _num_elements(family, config) <= MAX_TINY_ELEMENTS:
-        return _with_learned_positions(family, {**config})
+        return _with_enough_positions(family, {**config})
     sizes = family.sizes(config)
     original = {"head_dim": sizes["embed"] // sizes["heads"]} | sizes
     kinds = _layer_kinds(config)
@@ -69,11 +69,11 @@ def scale_down(config: HFConfig, num_heads: int = 3) -> dict[str, Any]:
     tiny = {key: value for key, value in config.items() if key not in DROPPED_FIELDS}
     tiny |= _size_fields(family, config, wanted) | _layer_fields(config, kinds, wanted["layers"])
     tiny |= _token_ids(config) | _feature_fields(config, original, wanted)
-    tiny = _with_valid_defaults(family, _set_large_defaults(family, tiny, original, wanted))
+    tiny = _with_valid_defaults(family, _replace_large_defaults(family, tiny, original, wanted))
     if (num_elements := _num_elements(family, tiny)) > MAX_SCALED_ELEMENTS:
         why = f"{num_elements:,} elements remain: {family.sizes(tiny)}"
         raise usage_error("this config cannot be scaled down", why, "write a config with small sizes by hand")
-    return _with_learned_positions(family, tiny)
+    return _with_enough_positions(family, tiny)
 
 
 def _num_elements(family: Family, config: HFConfig) -> int:
@@ -81,8 +81,8 @@ def _num_elements(family: Family, config: HFConfig) -> int:
     return sum(math.prod(bind_row(row, sizes).leaf_shape) for row in parameter_rows(family, config).values())
 
 
-def _with_learned_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Raise the number of learned positions to the length of the longest check; other models are unchanged."""
+def _with_enough_positions(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Increase the number of learned positions to the length of the longest check; other models are unchanged."""
     if not family.arch_config(config).has_learned_positions:
         return config
     fields = [name for name in SIZE_FIELDS["positions"] if config.get(name) is not None]
@@ -118,7 +118,7 @@ def _size_fields(family: Family, config: HFConfig, wanted: Mapping[str, int]) ->
     return fields
 
 
-def _set_large_defaults(
+def _replace_large_defaults(
     family: Family, config: dict[str, Any], original: Mapping[str, int], wanted: Mapping[str, int]
 ) -> dict[str, Any]:
     """Set absent fields whose default is a constant; a default that follows from other fields has shrunk with them."""

@@ -15,7 +15,7 @@ from prepcli.errors import PrepError
 from prepcli.testing.tiny_transformers import Tensors
 from trainer.models.parameters import HFConfig
 
-JUDGES = ("torch", "transformers")
+REFERENCE_PACKAGES = ("torch", "transformers")
 INSTALL_HINT = "pip install 'prepcli[hf]' torch"
 
 
@@ -23,14 +23,14 @@ class TensorMismatchError(ValueError):
     """A model of transformers whose parameters have other names or shapes than expected."""
 
 
-def missing_judges() -> list[str]:
+def missing_reference_packages() -> list[str]:
     """Return the names of the packages that a comparison needs and that are not installed."""
-    return [name for name in JUDGES if find_spec(name) is None]
+    return [name for name in REFERENCE_PACKAGES if find_spec(name) is None]
 
 
-def require_judges() -> None:
+def require_reference_packages() -> None:
     """Raise PrepError if torch or transformers is not installed."""
-    if missing := missing_judges():
+    if missing := missing_reference_packages():
         raise PrepError("cannot compare with transformers", f"{' and '.join(missing)} not installed", INSTALL_HINT)
 
 
@@ -39,7 +39,7 @@ def tensor_shapes(config: HFConfig) -> dict[str, list[int]]:
 
     No weights are allocated.
     """
-    require_judges()
+    require_reference_packages()
     import torch
 
     torch_config = _torch_config(config)
@@ -62,7 +62,7 @@ def _torch_config(config: HFConfig) -> Any:
 
 def torch_model(config: HFConfig, tensors: Tensors) -> Any:
     """Build the float32 model of a config from these tensors, which must be exactly its parameters."""
-    require_judges()
+    require_reference_packages()
     import torch
 
     model = torch_random_model(config)

@@ -84,7 +84,7 @@ def test_measure_case_orders_runs_and_subtracts_inspect(tmp_path: Path, monkeypa
     assert (row.peak_nbytes, row.inspect_nbytes, row.seconds) == (100, 30, (1.0, 1.0))
 
 
-def test_measure_rounds_compares_cases_with_the_same_cp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_rounds_share_one_cp_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def run(words: tuple[str | Path, ...]) -> CommandCost:

@@ -37,6 +37,6 @@ def test_usual_text_is_relative_to_prep() -> None:
     assert last.split() == ["other", "60.0", "60.0", "12.0", "3000", "30.0"]
 
 
-def test_conversion_commands_with_and_without_flax() -> None:
+def test_conversion_commands_include_flax_if_installed() -> None:
     assert len(conversion_commands(Path("a"), Path("b"), None)) == 2
     assert conversion_commands(Path("a"), Path("b"), Path("python"))["redco: torch, Flax, Orbax"][0] == Path("python")

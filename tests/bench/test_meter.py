@@ -21,14 +21,14 @@ def hold(mib: int) -> list[str]:
     return [sys.executable, "-c", HOLD, str(mib)]
 
 
-def test_measure_peak_memory() -> None:
+def test_measure_returns_peak_memory() -> None:
     base, cost = measure(hold(0)), measure(hold(64))
     assert 63 * MIB < cost.peak_nbytes - base.peak_nbytes < 72 * MIB
     assert cost.max_rss_nbytes > 64 * MIB
 
 
 @pytest.mark.parametrize("script", ['"$@"; true', '("$@" &); sleep 1'], ids=["child", "orphan"])
-def test_measure_memory_of_child_processes(script: str) -> None:
+def test_measure_includes_memory_of_child_processes(script: str) -> None:
     assert measure(["bash", "-c", script, "bash", *hold(64)]).peak_nbytes > 64 * MIB
 
 
@@ -40,7 +40,7 @@ def test_measure_ignores_mapped_files(tmp_path: Path) -> None:
     assert cost.max_rss_nbytes > 64 * MIB
 
 
-def test_measure_exit_code_output_and_time() -> None:
+def test_measure_returns_exit_code_output_and_time() -> None:
     cost = measure(["bash", "-c", "echo out; echo err >&2; for ((i = 0; i < 100000; i++)); do :; done; exit 3"])
     assert (cost.exit_code, cost.stdout, cost.stderr) == (3, "out\n", "err\n")
     assert cost.cpu_s > 0

@@ -44,7 +44,7 @@ def test_published_configs_match_aliases() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_config_sizes(name: str) -> None:
+def test_published_config_sizes_match_aliases(name: str) -> None:
     alias, config = ALIASES_BY_NAME[name], published_config(name)
     assert sum(math.prod(shape) for _, _, shape, _ in tensor_entries(config)) == alias.parameters
     assert sum(nbytes for *_, nbytes in tensor_entries(config)) == alias.nbytes
@@ -57,7 +57,7 @@ def test_gpt_neo_attention_types_follow_the_depth(layers: int, attention: list[o
 
 
 @pytest.mark.parametrize("config", [GPT_NEO, LLAMA, GPT_NEO | {"tie_word_embeddings": False}])
-def test_write_model_names_and_shapes(config: dict[str, Any], tmp_path: Path) -> None:
+def test_write_model_writes_names_and_shapes_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
     write_model(tmp_path / "model", config, shard_nbytes=30_000)
     assert {name: value.shape for name, value in read_tensors(tmp_path / "model").items()} == shapes_of(config)
     source = open_source(locate(str(tmp_path / "model")))

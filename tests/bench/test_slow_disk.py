@@ -34,17 +34,17 @@ def fail(work: Path, nbytes: int = MIB) -> str:
     return str(caught.value)
 
 
-def test_missing_tool_error(controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_disk_names_a_missing_tool(controller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "losetup" else tool)
     assert fail(tmp_path) == "--slow-disk needs losetup"
 
 
-def test_missing_controller_error(controller: Path, tmp_path: Path):
+def test_slow_disk_names_a_missing_controller(controller: Path, tmp_path: Path):
     (controller / LIMITS[0]).unlink()
     assert "root and the blkio controller" in fail(tmp_path)
 
 
-def test_full_disk_error(controller: Path, tmp_path: Path):
+def test_slow_disk_rejects_a_size_above_free_space(controller: Path, tmp_path: Path):
     assert "the slow disk takes 1024.00 TiB" in fail(tmp_path, 1 << 50)
 
 

@@ -1,8 +1,8 @@
 """Save trees and open items with Orbax in every way a user may, in a separate process with eight devices.
 
 Usage: orbax_oracle.py save FOLDER            save checkpoints with Orbax in several forms
-       orbax_oracle.py judge EXPECTED ITEM    open the item in every way and compare with the JSON file
-       orbax_oracle.py judge-step EXPECTED STEP    the same for a step folder with the item `state`, and its run
+       orbax_oracle.py compare EXPECTED ITEM    open the item in every way and compare with the JSON file
+       orbax_oracle.py compare-step EXPECTED STEP    the same for a step folder with the item `state`, and its run
        orbax_oracle.py same A B               check that two items hold the same tree
        orbax_oracle.py v1-paths INIT RUN STEP check which paths `load_pytree` of Orbax v1 accepts
 """
@@ -96,7 +96,7 @@ def flat(tree: Any) -> dict[str, Any]:
     return {".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path): leaf for path, leaf in leaves}
 
 
-def judge(expected_file: Path, item: Path) -> None:
+def compare_item(expected_file: Path, item: Path) -> None:
     expected = json.loads(expected_file.read_text())
     for way in WAYS:
         leaves = flat(way(item))
@@ -109,7 +109,7 @@ def judge(expected_file: Path, item: Path) -> None:
             assert shards == {1, 8}, (way.__name__, shards)
 
 
-def judge_step(expected_file: Path, step: Path) -> None:
+def compare_step(expected_file: Path, step: Path) -> None:
     """Check the item, the step folder, and the run that contains the step."""
 
     def managed(args: Any) -> Any:
@@ -186,6 +186,6 @@ def v1_paths(init: Path, run: Path, step: Path) -> None:
 
 if __name__ == "__main__":
     command, *paths = sys.argv[1:]
-    {"save": save, "judge": judge, "judge-step": judge_step, "same": same, "v1-paths": v1_paths}[command](
+    {"save": save, "compare": compare_item, "compare-step": compare_step, "same": same, "v1-paths": v1_paths}[command](
         *(Path(path).absolute() for path in paths)
     )

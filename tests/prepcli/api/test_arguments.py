@@ -51,7 +51,7 @@ def test_save_init_rejects_invalid_options(model: Path, tmp_path: Path, options:
 
 
 @pytest.mark.parametrize("options", [{"multiple": 0}, {"size": 0}, {"size": -1}, {"mesh": ""}, {"seed": -1}])
-def test_pad_vocab_falsy_values_are_not_the_default(model: Path, tmp_path: Path, options: dict[str, Any]):
+def test_pad_vocab_rejects_falsy_option_values(model: Path, tmp_path: Path, options: dict[str, Any]):
     with pytest.raises(prep.UsageError, match="invalid"):
         prep.pad_vocab(model, tmp_path / "padded", **options)
     assert not (tmp_path / "padded").exists()
@@ -123,7 +123,7 @@ def test_progress_without_the_methods_is_a_usage_error(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("arguments", [(3,), ("",), ("model", "out", "extra")])
-def test_positional_arguments_are_checked(arguments: tuple[Any, ...]):
+def test_save_init_checks_positional_arguments(arguments: tuple[Any, ...]):
     with pytest.raises((prep.UsageError, TypeError), match=r"`checkpoint=|positional"):
         prep.save_init(*arguments)
 

@@ -1,4 +1,4 @@
-"""Errors of the public functions name Python arguments instead of command-line options."""
+"""Errors and warnings of the public functions name Python arguments instead of command-line options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 import prepcli as prep
 from prepcli.api.arguments import annotations_of
 from prepcli.api.caller_terms import to_callers_terms
+from prepcli.commands import save_init as save_init_command
+from prepcli.console.ui import Report, Ui
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 
@@ -77,3 +79,15 @@ def test_hint_of_load_params_names_no_option(model: Path, tmp_path: Path):
     assert '`prep.save_init("MODEL", mesh="1,1,8", pad_vocab="auto")`' in caught.value.hint
     assert caught.value.hint.endswith("or with `rules` of `prep.save_init`")
     assert "--" not in str(caught.value)
+
+
+def test_warnings_of_a_conversion_name_arguments(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    convert = save_init_command.save_init
+
+    def convert_and_warn(request: save_init_command.SaveInitRequest, ui: Ui) -> Report:
+        ui.warn("kv_heads is not split: `--rule 'kv_heads=none'`, then `prep verify init`")
+        return convert(request, ui)
+
+    monkeypatch.setattr(save_init_command, "save_init", convert_and_warn)
+    (warning,) = prep.save_init(model, tmp_path / "init").warnings
+    assert warning == 'kv_heads is not split: `rules="kv_heads=none"`, then `prep.verify("init")`'

@@ -42,7 +42,7 @@ def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, n
         expected[path] = leaves
     assert expected["raw"] == expected["packed"]
     (tmp_path / "expected.json").write_text(json.dumps(expected["raw"]))
-    run_orbax("judge", tmp_path / "expected.json", tmp_path / "packed")
+    run_orbax("compare", tmp_path / "expected.json", tmp_path / "packed")
 
 
 @pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])

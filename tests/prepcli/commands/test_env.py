@@ -32,7 +32,7 @@ def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
     }, process.stdout + process.stderr
 
 
-def test_settings_name_their_source(tmp_path: Path) -> None:
+def test_env_settings_name_their_source(tmp_path: Path) -> None:
     home = str(tmp_path)
     settings, _ = settings_with(HF_HOME=home, PREP_MEMORY="1GiB", HF_HUB_OFFLINE="1")
     assert settings["HF_HOME"] == (home, "HF_HOME")
@@ -43,7 +43,7 @@ def test_settings_name_their_source(tmp_path: Path) -> None:
     assert settings["HF_TOKEN"] == ("-", "default")
 
 
-def test_token_is_hidden(tmp_path: Path) -> None:
+def test_env_hides_the_token(tmp_path: Path) -> None:
     settings, printed = settings_with(HF_HOME=str(tmp_path), HF_TOKEN="hf_secret")
     assert settings["HF_TOKEN"] == ("(set, not shown)", "HF_TOKEN")
     assert "hf_secret" not in printed

@@ -49,7 +49,7 @@ def write_two_files() -> list[int]:
 # Table
 
 
-def test_inspect_folder_of_unknown_family(capsys: Capture) -> None:
+def test_inspect_lists_a_folder_of_unknown_family(capsys: Capture) -> None:
     first, second = write_two_files()
     lines = inspect_lines(capsys, "m")
     assert lines[:3] == [
@@ -199,7 +199,7 @@ def test_inspect_init_shows_mesh_and_layout(capsys: Capture) -> None:
     assert lines[4].split() == ["params.embed.tokens", "[12,", "8]", "float32", "384", "bytes", "[12,", "8]", "1"]
 
 
-def test_inspect_fields_of_leaves(capsys: Capture) -> None:
+def test_inspect_fields_describe_each_leaf(capsys: Capture) -> None:
     tensors = make_model_and_init(capsys, SMALL_LLAMA, "--no-scan", "--mesh", "1,1,2")
     report = inspect_json(capsys, "init")
     expected = {"format": "orbax", "layout": "native", "mesh": "1,1,2", "scan": False, "scan_axis": 0, "others": []}
@@ -212,7 +212,7 @@ def test_inspect_fields_of_leaves(capsys: Capture) -> None:
     assert data == tensors["model.layers.1.mlp.up_proj.weight"].tobytes()
 
 
-def test_inspect_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Path) -> None:
+def test_inspect_reads_a_checkpoint_saved_by_orbax(capsys: Capture, work_dir: Path) -> None:
     tree = {"b": np.arange(6.0).reshape(2, 3), "step": np.int32(7), "text": "hello", "nothing": {}}
     ocp.PyTreeCheckpointer(use_compression=False).save(work_dir / "run" / "12" / "default", tree)
     lines = inspect_lines(capsys, "run")
@@ -271,7 +271,7 @@ def test_tree_handles_deeply_nested_names(capsys: Capture) -> None:
     assert [f"a.{child['name']}" for child in node["children"]] in (["a.c", name], [name, "a.c"])
 
 
-def test_tree_of_selected_leaves(capsys: Capture) -> None:
+def test_tree_shows_selected_leaves_only(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA)
     report = inspect_json(capsys, "init", "params.layers.mlp.*", "--tree")
     (node,) = report["tree"]
@@ -302,7 +302,7 @@ def test_stats_of_folder_and_init_match_numpy(capsys: Capture) -> None:
     }
 
 
-def test_stats_table(capsys: Capture) -> None:
+def test_stats_table_shows_special_values_and_integers(capsys: Capture) -> None:
     x = np.array([math.nan, math.inf, -2, 0, 1.5], ml_dtypes.bfloat16)
     y = np.full(3, math.nan, np.float16)
     write_hf_folder(Path("m"), {"model.safetensors": {"y": y, "x": x, "n": np.array([-5, 2**60])}})

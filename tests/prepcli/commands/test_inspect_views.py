@@ -32,7 +32,7 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Shards
 
 
-def test_shards_of_a_leaf_on_stored_mesh(capsys: Capture) -> None:
+def test_shards_are_drawn_on_the_stored_mesh(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_LLAMA, "--mesh", "1,2,2")
     lines = inspect_lines(capsys, "init", "--shards", "mlp.up")
     assert lines == [
@@ -72,7 +72,7 @@ def test_shards_of_hf_folder_show_future_leaf(capsys: Capture) -> None:
     )
 
 
-def test_shards_of_unstacked_layers(capsys: Capture) -> None:
+def test_shards_select_one_unstacked_layer(capsys: Capture) -> None:
     make_model_and_init(capsys, SMALL_GPT_NEO, "--no-scan")
     shards = inspect_json(capsys, "init", "--shards", "layers.2.attn.q", "--mesh", "1,1,2")["shards"]
     assert (shards["leaf"], shards["shard"]) == ("params.layers.2.attn.q.weight", [1, 4, 8])
@@ -200,7 +200,7 @@ def test_conflicting_inspect_options_are_rejected(capsys: Capture, args: list[st
     assert (code, message.splitlines()[0]) == (2, f"error: {what}")
 
 
-def test_inspect_of_a_mesh_too_large_to_draw(capsys: Capture) -> None:
+def test_inspect_does_not_draw_too_large_a_mesh(capsys: Capture) -> None:
     make_checkpoint(Path("model"), SMALL_LLAMA)
     lines = inspect_lines(capsys, "model", "--shards", "attn.k", "--mesh", "1048576,1,1")
     assert lines[-1] == "not drawn: the mesh has 1,048,576 devices, a drawing at most 16,384"

@@ -39,12 +39,12 @@ def test_cgroup_limit_is_the_smallest_of_all_groups(tmp_path: Path) -> None:
     assert cgroup_memory_limit(tmp_path) == 8 * GIB
 
 
-def test_cgroup_limit_in_a_container(tmp_path: Path) -> None:
+def test_cgroup_limit_is_read_from_a_container_root(tmp_path: Path) -> None:
     write(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__memory_DOT_max=f"{4 * GIB}\n")
     assert cgroup_memory_limit(tmp_path) == 4 * GIB
 
 
-def test_cgroup_limit_of_version_1(tmp_path: Path) -> None:
+def test_cgroup_limit_is_read_from_version_1_groups(tmp_path: Path) -> None:
     write(
         tmp_path,
         proc__self__cgroup="3:cpu,cpuacct:/job\n5:memory:/job\n1:name=systemd:/job\n",

@@ -186,7 +186,7 @@ def test_config_json_overrides_params_json(meta: MetaModel) -> None:
     assert json.loads(Path("meta-init/hf/config.json").read_text())["rope_theta"] == 7.5
 
 
-def test_missing_head_is_tied(meta: MetaModel) -> None:
+def test_meta_folder_without_head_is_tied(meta: MetaModel) -> None:
     folder = meta.write_folder(2)
     for number in range(2):
         change_part(number, lambda state: state.pop("output.weight"))()

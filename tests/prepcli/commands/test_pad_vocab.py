@@ -71,7 +71,7 @@ def test_lack_of_space_is_found_before_work(
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-def test_make_fill():
+def test_make_fill_returns_kind_seed_and_deviation():
     assert make_fill("zeros", 5, make_source()) == Fill("zeros")
     assert make_fill("mean", 5, make_source(initializer_range="odd")) == Fill("mean")
     assert make_fill("normal", 5, make_source()) == Fill("normal", 5, 0.02)
@@ -117,7 +117,7 @@ def test_scalar_and_empty_tensors_are_copied(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("heads", "rules"), [(6, " --rule 'heads=mp|none'"), (8, "")])
-def test_suggested_next_command_works(
+def test_next_command_of_pad_vocab_works(
     heads: int, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -80,7 +80,7 @@ def test_push_of_a_finished_export_uploads_once(init: Path, tmp_path: Path):
         assert not [line for line in hub.requests if line.startswith("PUT")]
 
 
-def test_push_to_a_branch(init: Path, tmp_path: Path):
+def test_push_uploads_to_the_named_branch(init: Path, tmp_path: Path):
     with serve_push_hub() as hub:
         report = Runner(hub, tmp_path)("export", str(init), "--out", "hf", "--push", "o/m@padded")
         assert report["pushed"]["revision"] == "padded"
@@ -166,7 +166,7 @@ def test_push_reports_an_unreachable_hub(init: Path, tmp_path: Path):
     assert not (tmp_path / "hf").exists()
 
 
-def test_parse_push_target():
+def test_parse_push_target_returns_target_or_usage_error():
     assert parse_push_target("o/m", False) == PushTarget("o/m")
     assert parse_push_target("o/m@v1.0", True) == PushTarget("o/m", "v1.0", True)
     for text in ("m", "o/m/n", "o/", "/m", "o/m@", "o/m@-x", "o/m@a..b", "o/m@a/", "o/a--b", "-o/m", "o/m\n", "../m"):

@@ -66,4 +66,4 @@ def test_orbax_restores_an_init(tmp_path, monkeypatch, base, dtype, options, sca
     leaves = expected_leaves(config, tensors, scan, axis)
     expected = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in leaves.items()}
     Path("expected.json").write_text(json.dumps(expected))
-    run_orbax("judge", tmp_path / "expected.json", tmp_path / "m-init")
+    run_orbax("compare", tmp_path / "expected.json", tmp_path / "m-init")

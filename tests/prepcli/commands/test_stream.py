@@ -143,7 +143,7 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
     assert read_output_files(tmp_path / "killed") == read_output_files(tmp_path / "whole")
 
 
-def test_pad_verify_and_inspect_stream(files, tmp_path: Path):
+def test_pad_vocab_verify_and_inspect_accept_stream(files, tmp_path: Path):
     with serve_site(files, tmp_path) as site:
         assert site.run_prep("pad-vocab", "o/good", "--stream", "--out", "padded")["ok"]
         verify_report = site.run_prep("verify", "padded", f"o/good@{COMMIT}", "--stream")

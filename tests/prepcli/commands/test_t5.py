@@ -64,7 +64,7 @@ def test_t5_layouts_round_trip(form: tuple[str, ...]):
     assert read_config("back") == read_config("m")
 
 
-def test_t5_leaf_names_and_shapes(capsys: pytest.CaptureFixture[str]):
+def test_save_init_names_and_shapes_leaves_of_t5(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("m"), GATED, tied=False)
     run_ok("save-init", "./m", "--mesh", "1,2,2", "--out", "stacked", "--pad-vocab", "auto")
     run_ok("save-init", "./m", "--no-scan", "--out", "apart")

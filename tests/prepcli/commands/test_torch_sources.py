@@ -185,7 +185,7 @@ def test_inspect_of_bin_equals_safetensors(capsys: pytest.CaptureFixture[str]) -
     assert "PyTorch, 1 file" in capsys.readouterr().out
 
 
-def test_stats_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_cover_only_the_elements_of_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     Path("b").mkdir()
     view = encode_tensor((2, 2), (3, 2), storage=encode_storage())
     Path("b/pytorch_model.bin").write_bytes(make_zip_file(make_pickle(encode_mapping({"w": view}))))

@@ -85,7 +85,7 @@ def read_losses(run: str) -> list[float]:
     return [line["loss"] for line in read_metrics(Path(run) / METRICS_FILE) if "loss" in line]
 
 
-def test_train_export_and_resume_finished_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_exports_and_resumes_without_steps(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
     code, report = train_json(capsys)
     assert code == OK
@@ -284,7 +284,7 @@ def test_dry_run_writes_nothing(work_dir: Path, capsys: pytest.CaptureFixture[st
     assert not (work_dir / "runs").exists()
 
 
-def test_train_without_recipe_and_schema(capsys: pytest.CaptureFixture[str]):
+def test_train_requires_a_recipe_or_the_schema_option(capsys: pytest.CaptureFixture[str]):
     assert main(["train"]) == USAGE
     assert "no recipe was given" in capsys.readouterr().err
     assert main(["train", "--schema"]) == OK
@@ -345,7 +345,7 @@ def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
-def test_tokenize_progress_of_two_texts(monkeypatch: pytest.MonkeyPatch):
+def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.MonkeyPatch):
     """The progress of each text starts at 0 and never decreases."""
     calls: list[tuple[Any, ...]] = []
 

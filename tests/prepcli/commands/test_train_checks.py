@@ -48,7 +48,7 @@ class Device:
         ([Device()], {"available": None, "limit": None}, None),
     ],
 )
-def test_device_memory_by_platform(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
+def test_device_memory_depends_on_the_platform(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
     assert device_memory_nbytes(devices, host) == nbytes
 
 
@@ -142,7 +142,7 @@ def test_checkpoint_nbytes_counts_parameters_and_moments(tmp_path: Path):
     ("every", "keep", "steps_left", "held"),
     [(0, "2", 20, 1), (5, "2", 20, 3), (5, "9", 20, 4), (1, "all", 20, 20), (5, "2", 0, 0)],
 )
-def test_disk_warnings_for_checkpoints_that_exceed_the_disk(
+def test_disk_warnings_name_checkpoints_beyond_the_disk(
     tmp_path: Path, free: int, every: int, keep: str, steps_left: int, held: int
 ):
     made = recipe(tmp_path, f"checkpoint.every={every}", f"checkpoint.keep={keep}")

@@ -281,7 +281,7 @@ def test_orbax_restores_a_step(work_dir: Path):
     for step in (Path("tuned/5"), Path("runs/again/5")):
         leaves = {name: [v.dtype.name, list(v.shape), v.tobytes().hex()] for name, v in read_state(str(step)).items()}
         Path("expected.json").write_text(json.dumps(leaves))
-        run_orbax("judge-step", work_dir / "expected.json", work_dir / step)
+        run_orbax("compare-step", work_dir / "expected.json", work_dir / step)
 
 
 def test_orbax_v1_loads_an_init_and_a_step(made: Path) -> None:

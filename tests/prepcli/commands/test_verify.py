@@ -17,7 +17,7 @@ def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(Path("m"), GPT2)
 
 
-def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]):
+def test_verify_quick_of_a_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("other"), GPT2)
     weights = next(Path("other").glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
@@ -35,13 +35,13 @@ def test_quick_pair_reports_shapes_not_values(capsys: pytest.CaptureFixture[str]
     assert run_json(capsys, "verify", "./m", "./other")["differences"]
 
 
-def test_quick_pair_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
+def test_verify_quick_names_a_shape_that_differs(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("wide"), GPT2, n_embd=64)
     fields = run_json(capsys, "verify", "./m", "./wide", "--quick")
     assert "has shapes" in fields["differences"][0]["what"]
 
 
-def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[str]):
+def test_verify_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "./m", "--out", "init", "-q"]) == 0
     capsys.readouterr()
     assert main(["verify", "init", "--quick"]) == 0
@@ -54,7 +54,7 @@ def test_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFixture[s
     assert "differences" not in fields
 
 
-def test_full_verify_reports_values(capsys: pytest.CaptureFixture[str]):
+def test_verify_without_quick_reports_values(capsys: pytest.CaptureFixture[str]):
     fields = run_json(capsys, "verify", "./m", "./m")
     assert fields["values"] > 0
     assert fields["differences"] == []

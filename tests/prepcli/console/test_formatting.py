@@ -109,14 +109,14 @@ def test_format_bytes_of_uses_the_unit_of_the_total() -> None:
     assert format_bytes_of(3, 9) == "3 of 9 bytes"
 
 
-def test_format_rate() -> None:
+def test_format_rate_uses_binary_units_per_second() -> None:
     assert format_rate(870 * MIB) == "870 MiB/s"
     assert format_rate(1.2 * GIB) == "1.2 GiB/s"
     assert format_rate(97 * MIB) == "97.0 MiB/s"
     assert format_rate(12.4) == "12 B/s"
 
 
-def test_format_durations() -> None:
+def test_format_durations_round_to_the_shown_unit() -> None:
     assert [format_duration(s) for s in (0.04, 4.31, 32.7, 99.94, 133.2, 3599.4, 11_100)] == [
         "0.0 s", "4.3 s", "32.7 s", "99.9 s", "2 min 13 s", "59 min 59 s", "3 h 05 min",
     ]  # fmt: skip

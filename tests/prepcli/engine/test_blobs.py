@@ -42,7 +42,7 @@ def _bytes(folder: Path, number: int) -> bytes:
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2), st.data())
-def test_read_run_from_files_and_pieces(folder: Path, number: int, data: st.DataObject):
+def test_read_run_reads_files_and_concatenated_pieces(folder: Path, number: int, data: st.DataObject):
     content = _bytes(folder, number)
     offset = data.draw(st.integers(0, len(content) - 1))
     width = data.draw(st.integers(1, len(content) - offset))
@@ -56,7 +56,7 @@ def test_read_run_from_files_and_pieces(folder: Path, number: int, data: st.Data
         assert view.tobytes() == content[offset : offset + width]
 
 
-def test_read_runs_from_several_files(folder: Path):
+def test_read_runs_joins_runs_of_several_files(folder: Path):
     a, concatenated, b = (_bytes(folder, number) for number in range(3))
     copies = [
         StridedCopy(0, 0, 5, 10),
@@ -83,7 +83,7 @@ def test_read_at_rejects_range_beyond_its_file(folder: Path):
 
 @pytest.mark.parametrize("order", [*permutations(range(3))])
 @pytest.mark.parametrize("step", [1, 3])
-def test_read_values_of_strided_views(tmp_path: Path, order: tuple[int, ...], step: int):
+def test_read_values_reads_strided_views_in_c_order(tmp_path: Path, order: tuple[int, ...], step: int):
     storage = np.arange(11 * 12 * 13, dtype=np.float32).reshape(11, 12, 13)
     (tmp_path / "s").write_bytes(b"lead" + storage.tobytes())
     view = storage[2:, ::step, 1:].transpose(order)

@@ -102,7 +102,7 @@ def expected_counts(before: np.ndarray, after: np.ndarray) -> CastCounts:
 
 
 @pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[0] in HALVES])
-def test_cast_every_16_bit_pattern(source: str, target: str):
+def test_cast_rounds_every_16_bit_pattern_to_nearest(source: str, target: str):
     check_cast(patterns(source), source, target)
 
 
@@ -118,7 +118,7 @@ def test_cast_round_trips_16_bit_through_float32(source: str):
 
 @pytest.mark.parametrize("target", HALVES)
 @pytest.mark.parametrize("source", ["float32", "float64"])
-def test_cast_around_every_midpoint(source: str, target: str):
+def test_cast_rounds_values_near_midpoints_to_nearest(source: str, target: str):
     """Double rounding and wrong tie breaking would show at midpoints."""
     numpy_type = np.dtype(source)
     with np.errstate(over="ignore", under="ignore"):
@@ -153,7 +153,7 @@ EDGES += [3.4028235677973366e38, 3.4028235677973362e38, 1e300, math.inf, math.na
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_cast_at_the_limits_of_dtypes(source: str, target: str):
+def test_cast_rounds_limits_of_dtypes_to_nearest(source: str, target: str):
     with np.errstate(all="ignore"):
         values = np.array([sign * edge for edge in EDGES for sign in (1, -1)]).astype(numpy_dtype(source))
     check_cast(values, source, target)
@@ -161,7 +161,7 @@ def test_cast_at_the_limits_of_dtypes(source: str, target: str):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(PAIRS), st.binary(min_size=8, max_size=800), st.integers(1, 5))
-def test_cast_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
+def test_cast_of_any_bits_does_not_depend_on_pieces(pair: tuple[str, str], data: bytes, pieces: int):
     source, target = pair
     values = np.frombuffer(data[: len(data) // 8 * 8], numpy_dtype(source))
     check_cast(values, source, target)
@@ -171,7 +171,7 @@ def test_cast_any_bits(pair: tuple[str, str], data: bytes, pieces: int):
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_cast_several_blocks_at_unaligned_offset(source: str, target: str):
+def test_cast_accepts_several_blocks_at_unaligned_offset(source: str, target: str):
     values = (np.random.default_rng(0).standard_normal(2 * BLOCK_VALUES + 77) * 1e-3).astype(numpy_dtype(source))
     check_cast(values, source, target)
     lead, size = 3, numpy_dtype(target).itemsize
@@ -208,7 +208,7 @@ def test_cast_dtype_applies_to_floats_only():
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float16", 65504), ("bfloat16", 3.38953139e38), ("float32", 3.40282347e38)]
 )
-def test_max_finite(dtype: str, value: float):
+def test_max_finite_returns_largest_value_of_dtype(dtype: str, value: float):
     assert max_finite(dtype) == pytest.approx(value)
 
 

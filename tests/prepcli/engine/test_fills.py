@@ -141,7 +141,7 @@ def test_mean_source_skips_stored_padding():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_fill_with_zeros(dtype: str):
+def test_zeros_fill_generates_rows_of_zeros(dtype: str):
     table = np.ones((3, 5), numpy_dtype(dtype))
     rows = generate_rows(padded_streams(dtype, 3, 6, 5, Fill("zeros")), table, [], [3 * 5 * table.itemsize + 7])
     assert rows.shape == (3, 5)

@@ -228,14 +228,14 @@ def test_journal_of_another_division_is_empty(path: Path):
     assert (journal.done_nbytes, journal.digests) == (0, {})
 
 
-def test_journal_without_streams(path: Path):
+def test_journal_without_streams_reads_back_empty(path: Path):
     journal = Journal(path, "run", division="8 without ", stream_numbers=())
     journal.record(0, {})
     journal.close()
     assert read_journal(path, "run", division="8 without ") == JournalState(0, {})
 
 
-def test_read_journal_of_another_run_or_missing(path: Path):
+def test_read_journal_accepts_no_file_rejects_another_run(path: Path):
     assert read_journal(path, "run") == JournalState(0, {})
     write_records(path)
     with pytest.raises(PrepError, match="belongs to another run"):

@@ -74,7 +74,7 @@ def test_writeback_reports_errors(call: Callable[[int, int, int], None]):
         call(-1, 0, MIB)
 
 
-def test_calls_are_repeated_after_a_signal(fd: int, monkeypatch: pytest.MonkeyPatch):
+def test_start_writeback_repeats_an_interrupted_call(fd: int, monkeypatch: pytest.MonkeyPatch):
     results = iter([-1, 0])
 
     def interrupted(*_: int) -> int:

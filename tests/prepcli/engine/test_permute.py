@@ -63,7 +63,9 @@ def at_page_offset(data: np.ndarray, page_offset: int) -> np.ndarray:
 
 @settings(deadline=None)
 @given(SHAPES, WIDTHS, st.integers(0, 9), st.booleans(), st.data())
-def test_gather_and_scatter_any_transpose(pool, shape: list[int], width: int, page_offset: int, is_shared: bool, data):
+def test_scatter_inverts_gather_for_any_transpose(
+    pool, shape: list[int], width: int, page_offset: int, is_shared: bool, data
+):
     threads = pool if is_shared else None
     order = data.draw(st.permutations(range(len(shape))))
     start = data.draw(st.sampled_from([0, 24, 1000]))

@@ -36,7 +36,7 @@ def make_budget(slab_nbytes: int) -> Budget:
 
 
 @pytest.mark.parametrize("count", slow_except((15, 60), (15,)))
-def test_save_and_export_round_trip(tmp_path_factory, count: int):
+def test_pipeline_saves_and_exports_the_same_bytes(tmp_path_factory, count: int):
     @settings(QUIET, max_examples=count)
     @given(complete_tables(), st.data())
     def check(rows: tuple[AxisMap, ...], data):
@@ -65,7 +65,7 @@ def test_save_and_export_round_trip(tmp_path_factory, count: int):
 
 
 @pytest.mark.parametrize("count", slow_except((15, 60), (15,)))
-def test_cast_while_saving_and_exporting(tmp_path_factory, count: int):
+def test_pipeline_casts_while_saving_and_exporting(tmp_path_factory, count: int):
     @settings(QUIET, max_examples=count)
     @given(complete_tables(), st.sampled_from(["float16", "bfloat16"]), st.data())
     def check(rows: tuple[AxisMap, ...], cast: str, data):
@@ -183,7 +183,7 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize("limit", [28, 100, 4096])
 @pytest.mark.parametrize("kind", ["zeros", "mean", "normal"])
-def test_padding_rows_by_fill_kind(tmp_path, kind: str, limit: int):
+def test_pipeline_fills_padding_rows_by_fill_kind(tmp_path, kind: str, limit: int):
     table = np.random.default_rng(1).standard_normal((131, 7)).astype(np.float32)
     (tmp_path / "source").write_bytes(table.tobytes())
     true_rows = Stream("t", "float32", (136, 7), (0, 131), (Contiguous(0, 0),), (Contiguous(0, 0),))
@@ -252,7 +252,7 @@ def test_rows_larger_than_a_slab_are_split(tmp_path):
         [((300, 200), 1 << 20), ((75, 200), 100_000), ((30, 50), 5_000), ((7, 200), 100_000)],
     ),
 )
-def test_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, int], limit: int):
+def test_pipeline_transposes_in_slabs_of_any_size(tmp_path, chunk: tuple[int, int], limit: int):
     row = bind_row(parse_row("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
     save_plan = make_save_plan([row], [chunk])
     paths, plan = save_plan.data_files(tmp_path), save_plan.plan
@@ -297,7 +297,7 @@ def test_run_never_syncs_between_slabs_that_share_pages(tmp_path, text: str):
     assert journal.marks[-1] == complete_nbytes[-1]
 
 
-def test_transpose_in_one_slab(tmp_path):
+def test_pipeline_transposes_a_leaf_in_one_slab(tmp_path):
     row = bind_row(parse_row("mlp embed <- w: embed mlp"), {"mlp": 300, "embed": 200})
     save_plan = make_save_plan([row], [(300, 200)])
     paths = save_plan.data_files(tmp_path)

@@ -179,7 +179,7 @@ def check_failed_one_ends_well(world: World) -> None:
 FAILS = [(fails, restart) for fails in range(2) for restart in (False, True)]
 
 
-def test_processes_end_well_together(tmp_path: Path):
+def test_processes_started_together_all_succeed(tmp_path: Path):
     assert explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth()) > 100
 
 
@@ -224,12 +224,12 @@ def test_failure_reaches_all_three_processes(tmp_path: Path, fails: int):
 
 
 @pytest.mark.slow
-def test_three_processes_end_well_together(tmp_path: Path):
+def test_three_processes_started_together_all_succeed(tmp_path: Path):
     explore_lives(tmp_path, lambda: attempt(3), check_all_end_well, Depth(switches=3))
 
 
 @pytest.mark.slow
-def test_processes_end_well_interrupted_at_any_operation(tmp_path: Path):
+def test_processes_succeed_interrupted_at_any_operation(tmp_path: Path):
     explore_lives(tmp_path, lambda: attempt(2), check_all_end_well, Depth(FINE, switches=1))
 
 

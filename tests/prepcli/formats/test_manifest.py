@@ -23,7 +23,7 @@ def write_manifest(folder: Path, data: bytes) -> Path:
     return folder
 
 
-def test_read_manifest_round_trip(tmp_path):
+def test_read_manifest_returns_the_encoded_manifest(tmp_path):
     assert read_manifest(tmp_path) is None
     assert read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE))) == {"format": 1, **WHOLE}
 
@@ -85,14 +85,14 @@ def test_encode_manifest_is_indented_json(tmp_path):
     assert text.endswith("}\n")
 
 
-def test_read_manifest_of_training_step(tmp_path):
+def test_read_manifest_returns_state_of_training_step(tmp_path):
     state = {"slots": {"opt_state.mu": WHOLE["tensors"]}, "others": {"step": {"digests": [[0, 1, "b"]]}}}
     step = WHOLE | {"kind": "train"} | LAYOUT | state
     assert read_manifest(write_manifest(tmp_path, encode_manifest(step))) == {"format": 1, **step}
 
 
 @pytest.mark.parametrize("path", ["run", "run/10", "run/10/state"])
-def test_find_manifest_folder_of_training_step(tmp_path, path: str):
+def test_find_manifest_folder_returns_last_training_step(tmp_path, path: str):
     for step in ("9", "10"):
         (tmp_path / "run" / step / "state").mkdir(parents=True)
         (tmp_path / "run" / step / "state/_METADATA").touch()
@@ -100,7 +100,7 @@ def test_find_manifest_folder_of_training_step(tmp_path, path: str):
     assert find_manifest_folder(tmp_path / path) == tmp_path / "run/10"
 
 
-def test_find_manifest_folder_of_item(tmp_path):
+def test_find_manifest_folder_searches_item_and_its_parent(tmp_path):
     for name in ("state", "item"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "_METADATA").touch()

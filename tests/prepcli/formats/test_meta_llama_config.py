@@ -69,7 +69,7 @@ def test_to_hf_config_matches_published_configs(params: dict[str, Any], vocab: i
     assert FAMILY.arch_config(config).max_positions == config["max_position_embeddings"]
 
 
-def test_to_hf_config_rope_scaling() -> None:
+def test_to_hf_config_derives_rope_scaling() -> None:
     factors = {name: to_hf_config(MODELS[name][0], 128256, False)["rope_scaling"] for name in ("3.1 8B", "3.2 1B")}
     common_fields = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert factors["3.1 8B"] == common_fields | {"rope_type": "llama3", "factor": 8.0}

@@ -56,7 +56,7 @@ def test_read_msgpack_header_matches_msgpack_library(name: str, kind: MsgpackKin
     assert sniff_msgpack_kind(FOLDER / name) == kind
 
 
-def test_read_msgpack_header_chunked_array_runs():
+def test_read_msgpack_header_splits_chunked_array_into_runs():
     header = read_msgpack_header(FOLDER / "llama/pieces.msgpack", "flax")
     assert max(len(array.runs) for array in header.arrays) > 5
     assert max(nbytes for array in header.arrays for _, nbytes in array.runs) == 600
@@ -200,7 +200,7 @@ def test_sniff_msgpack_kind_rejects_other_files(tmp_path: Path, data: bytes):
     assert sniff_msgpack_kind(path) is None
 
 
-def test_read_msgpack_header_missing_file_and_folder(tmp_path: Path):
+def test_read_msgpack_header_rejects_missing_file_and_folder(tmp_path: Path):
     assert sniff_msgpack_kind(tmp_path) is None
     assert sniff_msgpack_kind(tmp_path / "gone") is None
     with pytest.raises(PrepError, match="cannot read"):
@@ -259,6 +259,6 @@ def check_fuzzed(path: Path, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("part", slow_except(range(8), (0,)))
-def test_read_msgpack_header_fuzzed(tmp_path: Path, part: int):
+def test_read_msgpack_header_reads_or_rejects_fuzzed_files(tmp_path: Path, part: int):
     read_well = sum(check_fuzzed(tmp_path / "x", seed) for seed in range(part * 250, part * 250 + 250))
     assert 0 < read_well < 250

@@ -77,7 +77,7 @@ def test_read_ocdbt_index_matches_tensorstore(tmp_path_factory, count: int):
     check()
 
 
-def test_read_newest_of_many_versions(tmp_path):
+def test_read_ocdbt_index_reads_newest_of_many_versions(tmp_path):
     store = open_database(tmp_path, {"version_tree_arity_log2": 1, "max_decoded_node_bytes": 200})
     expected = {b"key%03d" % i: b"v" * (i % 9) for i in range(60)}
     for key, value in expected.items():
@@ -88,7 +88,7 @@ def test_read_newest_of_many_versions(tmp_path):
     assert read_values(tmp_path) == expected
 
 
-def test_read_database_merged_from_several_folders(tmp_path):
+def test_read_ocdbt_index_reads_database_of_several_folders(tmp_path):
     """Merge databases like Orbax merges those of its processes: nodes are shared, with paths via their folders."""
     expected = {}
     whole = open_database(tmp_path, {"max_inline_value_bytes": 4})
@@ -106,7 +106,7 @@ def test_read_database_merged_from_several_folders(tmp_path):
 
 
 @pytest.mark.parametrize("keeps_one", [False, True])
-def test_missing_numbered_manifest_error(tmp_path, keeps_one):
+def test_read_ocdbt_index_rejects_missing_numbered_manifest(tmp_path, keeps_one):
     open_database(tmp_path, {"manifest_kind": "numbered"})[b"k"] = b"v"
     numbered = sorted(tmp_path.glob("manifest.0*"))
     if keeps_one:
@@ -128,7 +128,7 @@ def test_empty_database_has_no_entries(tmp_path):
     assert list(read_ocdbt_index(tmp_path)) == []
 
 
-def test_missing_manifest_error(tmp_path):
+def test_read_ocdbt_index_rejects_missing_manifest(tmp_path):
     with pytest.raises(PrepError, match=r"has no manifest\.ocdbt"):
         list(read_ocdbt_index(tmp_path))
 
@@ -140,7 +140,7 @@ def test_path_outside_the_folder_is_rejected(tmp_path, path):
         list(read_ocdbt_index(tmp_path))
 
 
-def test_missing_node_file_error(tmp_path):
+def test_read_ocdbt_index_rejects_missing_node_file(tmp_path):
     write_entries(tmp_path, {b"k": b"v"})
     node = next((tmp_path / "d").iterdir())
     node.unlink()
@@ -373,7 +373,7 @@ def test_mutated_manifest_is_read_or_rejected(tmp_path_factory, count: int):
 
 
 @pytest.mark.parametrize("count", slow_except((40, 300), (40,)))
-def test_random_bytes_are_rejected(tmp_path_factory, count: int):
+def test_read_ocdbt_index_rejects_random_bytes(tmp_path_factory, count: int):
     @settings(max_examples=count, deadline=None)
     @given(data=st.binary(max_size=200), name=st.sampled_from([OCDBT_MANIFEST, "node"]))
     def check(data, name):

@@ -54,7 +54,7 @@ def test_orbax_restores_every_dtype_and_array_shape(tmp_path):
     (tmp_path / "item/hf").mkdir()
     (tmp_path / "item/hf/config.json").write_text("{}")
     (tmp_path / "item/prep-manifest.json").write_text("{}")
-    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_orbax_restores_item_with_multi_node_index(tmp_path):
@@ -63,7 +63,7 @@ def test_orbax_restores_item_with_multi_node_index(tmp_path):
     write_item(tmp_path / "item", arrays, node_nbytes=2000)
     index = max((tmp_path / "item/d").iterdir(), key=lambda path: path.name[:2] not in ("aa", "bb"))
     assert index.read_bytes().count(bytes.fromhex("0cdb20de")) > 5
-    run_orbax("judge", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
+    run_orbax("compare", expect(tmp_path / "expected.json", arrays), tmp_path / "item")
 
 
 def test_item_saved_by_orbax_round_trips(saved, tmp_path):
@@ -85,7 +85,7 @@ def _range(item: OrbaxItem, stored: StoredRange) -> bytes:
     return item.files[stored.file].read_bytes()[stored.offset : stored.offset + stored.nbytes]
 
 
-def test_read_item_of_sharded_arrays(saved):
+def test_read_item_reads_sharded_arrays(saved):
     item = read_item(saved / "raw")
     assert [(meta.name, meta.shape, meta.dtype, meta.chunk_shape) for meta in item.arrays] == [
         ("opt.0.mu", (5, 2), "bfloat16", (5, 2)),
@@ -110,7 +110,7 @@ def test_resave_hint_produces_a_readable_item(saved):
     assert raw.non_arrays == again.non_arrays
 
 
-def test_find_item_in_orbax_folders(saved):
+def test_find_item_finds_items_saved_by_orbax(saved):
     assert find_item(saved / "raw") == saved / "raw"
     assert find_item(saved / "v1") == saved / "v1/state"
     assert find_item(saved / "run/9") == saved / "run/9/default"
@@ -118,7 +118,7 @@ def test_find_item_in_orbax_folders(saved):
 
 
 @pytest.mark.parametrize("item", [".", "default", "state", "items", "5", "5/params", "5/state"])
-def test_find_item_in_known_subfolders(tmp_path, item):
+def test_find_item_searches_known_subfolders(tmp_path, item):
     (tmp_path / item).mkdir(parents=True, exist_ok=True)
     (tmp_path / item / "_METADATA").touch()
     assert find_item(tmp_path) == tmp_path / item
@@ -169,5 +169,5 @@ def test_unravel_chunk_index_is_c_order(grid):
         ([("a", 0), ("a", 1), ("b",), ("aa",), ("a.c",)], None),
     ],
 )
-def test_find_name_clash(paths, expected):
+def test_find_name_clash_returns_first_clash_or_none(paths, expected):
     assert find_name_clash(paths) == expected

@@ -44,7 +44,7 @@ def item_of(folder: Path) -> OrbaxItem:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_read_item_in_every_storage_form(saved: Path, form: str):
+def test_read_item_supports_every_storage_form(saved: Path, form: str):
     item = item_of(saved / form)
     expected = json.loads((saved / "expected.json").read_text())
     named = {name: leaf for name, leaf in expected.items() if leaf[1]} if form == "processes" else expected

@@ -93,13 +93,13 @@ def test_written_item_is_read_back(tmp_path_factory, metas, gap, node_bytes):
             assert data == chunk_bytes(arrays[meta], meta.chunk_shape, index)
 
 
-def test_inline_chunk_in_the_index(item):
+def test_read_item_returns_inline_chunk_of_the_index(item):
     chunk = chunk_bytes(ARRAYS[W], W.chunk_shape, (1, 0))
     rewrite(item, {b"params.w/1.0": chunk})
     assert read_item(item).chunks[0][1, 0] == chunk
 
 
-def test_zarray_in_a_data_file(item):
+def test_read_item_accepts_zarray_in_a_data_file(item):
     document = dict(read_ocdbt_index(item))[ZARRAY]
     assert isinstance(document, bytes)
     (item / "d/document").write_bytes(b"..." + document)
@@ -107,12 +107,12 @@ def test_zarray_in_a_data_file(item):
     assert read_item(item).arrays == tuple(ARRAYS)
 
 
-def test_read_item_by_relative_path(item, monkeypatch):
+def test_read_item_accepts_a_relative_path(item, monkeypatch):
     monkeypatch.chdir(item / "d")
     assert read_item(Path("../../item")).arrays == tuple(ARRAYS)
 
 
-def test_unlisted_names(item):
+def test_read_item_returns_names_missing_from_metadata(item):
     rewrite(item, {b"left.over/0": b"x"})
     assert read_item(item).unlisted_names == ("left.over",)
 
@@ -133,12 +133,12 @@ def test_unfinished_checkpoint_is_rejected(item, tmp_path, name):
         ("d/" + "b" * 32, "b" * 32),
     ],
 )
-def test_missing_file_error(item, name, message):
+def test_read_item_rejects_a_missing_file(item, name, message):
     (item / name).unlink()
     assert refused(item).what.endswith(message)
 
 
-def test_missing_folder_error(tmp_path):
+def test_read_item_rejects_a_missing_folder(tmp_path):
     assert refused(tmp_path / "nothing").what == f"cannot read {tmp_path / 'nothing'}"
 
 
@@ -186,7 +186,7 @@ def test_index_that_does_not_match_the_tree_is_rejected(item, key, value, messag
     assert refused(item).what == message
 
 
-def test_array_missing_from_index_error(item):
+def test_read_item_rejects_an_array_missing_from_index(item):
     rewrite(item, {ZARRAY: None})
     assert refused(item).what == f"`params.w` is not in the index of {item}"
 
@@ -243,7 +243,7 @@ def tree_of_one(keys: list[dict[str, Any]]) -> str:
         tree_of_one([{"key": 1, "key_type": 2}]),
     ],
 )
-def test_invalid_metadata_error(item, metadata):
+def test_read_item_rejects_invalid_metadata(item, metadata):
     (item / "_METADATA").write_text(metadata)
     assert refused(item).what == f"{item / '_METADATA'} is broken"
 

@@ -69,7 +69,7 @@ def test_read_header_supports_every_dtype(tmp_path: Path) -> None:
     assert as_read(read(tmp_path, content), content) == as_library_reads(content)
 
 
-def test_read_header_of_library_file(tmp_path: Path) -> None:
+def test_read_header_matches_library_on_its_own_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.int64), "c": np.array(True)}
     save_file(arrays, path, {"format": "pt", "by": "me"})
@@ -245,7 +245,7 @@ def test_read_header_names_other_formats(tmp_path: Path, content: bytes, what: s
     assert error.hint
 
 
-def test_truncated_file_error_and_download_hint(tmp_path: Path) -> None:
+def test_truncated_file_error_has_a_download_hint(tmp_path: Path) -> None:
     folder = tmp_path / "models--acme--tiny" / "snapshots" / "0123"
     folder.mkdir(parents=True)
     header = packed({"a": {"dtype": "F32", "shape": [4096, 1024], "data_offsets": [0, 16777216]}})

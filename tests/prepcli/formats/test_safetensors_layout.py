@@ -162,7 +162,7 @@ def test_split_into_shards_is_greedy_and_ordered(sizes: list[int], limit_bytes: 
     assert all(total + first > limit_bytes for total, first in zip(totals, firsts))
 
 
-def test_split_into_shards_file_names() -> None:
+def test_split_into_shards_numbers_the_file_names() -> None:
     listed = [entry("a", 4), entry("b", 4), entry("c", 40), entry("d", 1)]
     assert [(name, [e[0] for e in group]) for name, group in split_into_shards(listed, 32)] == [
         ("model-00001-of-00003.safetensors", ["a", "b"]),

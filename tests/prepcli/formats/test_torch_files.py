@@ -42,7 +42,7 @@ FILES = sorted(FOLDER.glob("*.bin"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_read_torch_header_of_golden_files(path: Path) -> None:
+def test_read_torch_header_matches_golden_files(path: Path) -> None:
     header, content = read_torch_header(path, 7), path.read_bytes()
     expected = TOLD[path.stem.partition("-")[0]]
     assert {t.name: (t.dtype, list(t.shape), tensor_bytes(t, content).hex()) for t in header.tensors} == {
@@ -53,7 +53,7 @@ def test_read_torch_header_of_golden_files(path: Path) -> None:
     assert (header.file_name, header.size, header.mtime_ns) == (path.name, len(content), path.stat().st_mtime_ns)
 
 
-def test_byte_strides_of_views() -> None:
+def test_read_torch_header_returns_byte_strides_of_views() -> None:
     for kind in ("zip", "legacy"):
         steps = {t.name: t.byte_strides for t in read_torch_header(FOLDER / f"views-{kind}.bin", 0).tensors}
         assert steps == {
@@ -208,7 +208,7 @@ def fuzzed(rng: random.Random, number: int) -> bytes:
 # Which files of a folder
 
 
-def test_select_model_files_and_detect_torch_kind() -> None:
+def test_select_model_files_and_torch_kind_follow_names() -> None:
     index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
     kept = ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "config.json", ".hidden.bin"]
     assert select_model_files([index, single, "x.bin"]) == [index]
@@ -242,7 +242,7 @@ def index_of(folder: Path, weight_map: object) -> None:
 A, B = (make_pickle(encode_mapping({key: encode_tensor()})) for key in "ab")
 
 
-def test_read_torch_folder_order_of_shards(tmp_path: Path) -> None:
+def test_read_torch_folder_orders_shards_by_number(tmp_path: Path) -> None:
     shards(tmp_path, {"pytorch_model-00002-of-00002.bin": A, "pytorch_model-00001-of-00002.bin": B})
     for _ in range(2):
         torch_folder = read_torch_folder(tmp_path)

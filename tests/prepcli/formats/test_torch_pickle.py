@@ -93,13 +93,13 @@ def test_mappings_and_sets_are_not_constructed() -> None:
         assert items == {key: plain(item) for key, item in value.items() if key != "i"}
 
 
-def test_python2_strings_and_pair_lists() -> None:
+def test_read_accepts_python2_strings_and_pair_lists() -> None:
     pair = b"]" + MARK + b"U\x01a" + encode_int(3) + b"e"
     assert plain(read(make_pickle(encode_call("collections.OrderedDict", b"]" + pair + b"a"))).root) == {"a": 3}
     assert plain(read(make_pickle(b"T\x02\x00\x00\x00\xff\xfe")).root) == b"\xff\xfe"
 
 
-def test_calls_are_recorded_and_not_made() -> None:
+def test_pickled_calls_are_recorded_and_not_made() -> None:
     call = read(make_pickle(encode_call("a.B", encode_int(3)) + encode_mapping({"x": encode_int(1)}) + b"b")).root
     assert isinstance(call, PickledCall)
     assert (call.callee, call.args, plain(call.state)) == (PickledName("a.B"), (3,), {"x": 1})
@@ -232,7 +232,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", slow_except(BOMBS, ("opcodes", "copies of pairs")))
-def test_bombs_reach_the_opcode_limit(name: str) -> None:
+def test_pickle_bombs_reach_the_opcode_limit(name: str) -> None:
     with pytest.raises(ValueError, match="opcodes"):
         read(BOMBS[name])
 
@@ -248,7 +248,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("data", NESTED.values(), ids=NESTED)
-def test_deep_nesting_is_read(data: bytes) -> None:
+def test_deeply_nested_pickle_is_read(data: bytes) -> None:
     assert read(data).root is not None
 
 

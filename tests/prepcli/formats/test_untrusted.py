@@ -58,7 +58,7 @@ def test_quote_name_is_short_and_printable(name: str) -> None:
     assert quote_name("layers.0.w") == "`layers.0.w`"
 
 
-def test_stat_file_and_list_folder_errors(tmp_path: Path) -> None:
+def test_stat_file_and_list_folder_reject_wrong_paths(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"xyz")
     (tmp_path / "a").mkdir()
     assert list_folder(tmp_path) == ["a", "b"]
@@ -71,7 +71,7 @@ def test_stat_file_and_list_folder_errors(tmp_path: Path) -> None:
         list_folder(tmp_path / "b")
 
 
-def test_read_small_file_limits_and_special_files(tmp_path: Path) -> None:
+def test_read_small_file_rejects_large_and_special_files(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"xyz")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")

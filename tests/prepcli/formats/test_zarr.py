@@ -39,7 +39,7 @@ def sharding(**changes: Any) -> list[dict[str, Any]]:
     return [codec("sharding_indexed", **{"chunk_shape": [2, 3], "codecs": [BYTES], "index_codecs": [BYTES], **changes})]
 
 
-def test_parse_v3_with_sharding():
+def test_parse_v3_reads_the_sharding_codec():
     array = version_3()
     assert (array.shape, array.chunk_shape, array.dtype, array.codec_names) == (
         (4, 6),
@@ -60,7 +60,7 @@ def test_parse_v3_with_sharding():
         (codec("v2", separator="/"), ["1/2", "0"]),
     ],
 )
-def test_chunk_key_encodings(encoding: dict[str, Any], keys: list[str]):
+def test_chunk_key_follows_its_encoding(encoding: dict[str, Any], keys: list[str]):
     key = version_3(chunk_key_encoding=encoding).chunk_key
     assert [key((1, 2)), key(())] == keys
 

@@ -76,7 +76,7 @@ def test_tree_keeps_labels_that_are_no_canonical_number() -> None:
     ]  # fmt: skip
 
 
-def test_tree_fields_of_branches_and_leaves() -> None:
+def test_tree_fields_nest_leaves_in_branches() -> None:
     (node,) = build_tree([entry("h.0.w", 2), entry("h.1.w", 2), entry("h.b", 3)])
     assert tree_fields(node) == {
         "name": "h",

@@ -20,7 +20,7 @@ def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES
     return draw_shard_map(name, shape, dtype, leaf_spec, grid).split("\n")
 
 
-def test_draw_matrix_split_both_ways():
+def test_draw_shows_a_matrix_split_both_ways():
     assert draw_lines("vocab embed", (50264, 2048), "1,2,4", name="embed.tokens") == [
         "embed.tokens  [50264, 2048] float32  P(mp, fsdp)  49.1 MiB per device, 1 copy",
         "vocab down; embed across",
@@ -44,7 +44,7 @@ def test_draw_shows_the_first_and_last_of_many_columns():
     assert lines[-2] == "│ 3                  │ …                  │ 255                │  24000:32000"
 
 
-def test_draw_omits_rows():
+def test_draw_omits_rows_between_first_and_last():
     lines = draw_lines("embed", (4096,), "1,128,1")
     assert lines[3::2] == [
         "│ 0                  │  0:32",
@@ -84,7 +84,7 @@ def test_draw_never_omits_one_of_two_parts():
     assert lines[4] == "│ 0                  │ 1                  │"
 
 
-def test_draw_lone_last_dim_horizontally():
+def test_draw_shows_a_lone_last_dim_horizontally():
     lines = draw_lines("layers mlp embed", (4, 8, 4096), "1,2,1")
     assert lines[1:] == [
         "embed across; whole: layers, mlp",
@@ -96,7 +96,7 @@ def test_draw_lone_last_dim_horizontally():
 
 
 @pytest.mark.parametrize(("dims", "shape"), [("norm", (32,)), ("", ())])
-def test_draw_unpartitioned_leaf_as_one_cell(dims, shape):
+def test_draw_shows_an_unpartitioned_leaf_as_one_cell(dims, shape):
     lines = draw_lines(dims, shape, "2,4,8")
     assert lines[0].endswith("per device, 64 copies")
     assert lines[1:] == ["┌────────────────────┐", "│ 0-63               │", "└────────────────────┘"]
@@ -129,7 +129,7 @@ def test_draw_fits_80_columns_with_aligned_rows(name, sizes, multiples, dims):
     assert len(rows) * (rows[0].count("│") - 1) <= 64
 
 
-def test_summarize_of_a_million_devices_is_short():
+def test_summarize_is_short_for_a_million_devices():
     mesh = parse_mesh("1048576,1,1")
     spec_of_leaf = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
     text = summarize_sharding("embed.tokens", (264, 512), "float32", spec_of_leaf, mesh)

@@ -236,7 +236,7 @@ def test_match_keeps_parameters_named_like_buffers():
 # Tied weights: each combination of config and stored tensors
 
 
-def test_tied_model_with_embedding_only():
+def test_tied_model_with_embedding_only_needs_no_check():
     accounting = match_model(TIED, stored_tensors(TIED))
     assert (accounting.is_tied, accounting.checks, accounting.dropped) == (True, (), ())
     assert vocab_tensors(accounting) == {"wte.weight"}
@@ -244,7 +244,7 @@ def test_tied_model_with_embedding_only():
 
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("config", [TIED, GPT2, LLAMA | {"tie_word_embeddings": True}])
-def test_tied_model_with_head_only(config: dict[str, Any], bare: bool):
+def test_tied_model_with_head_only_equals_embedding_only(config: dict[str, Any], bare: bool):
     family, tensors = family_of(config), stored_tensors(config, has_head=True)
     del tensors[family.prefix + family.tying.embedding_tensor]
     if bare:

@@ -143,7 +143,7 @@ def test_chunk_group_separates_stacked_indices(text: str, first: tuple[int, ...]
     assert chunk_group(piece) == (first, stop)
 
 
-def test_place_chunks_of_0d_leaf():
+def test_place_chunks_places_a_0d_leaf_as_one_chunk():
     layout = place_one("<- s:", {}, (), 12)
     assert [list(box.indices()) for box in layout.placed_chunks["w"]] == [[()]]
     assert layout.placed_chunks["w"][0].placement.find(()) == (0, 12)
@@ -151,7 +151,7 @@ def test_place_chunks_of_0d_leaf():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
-def test_place_chunks_of_empty_leaf(shape: tuple[int, int]):
+def test_place_chunks_places_no_chunk_of_an_empty_leaf(shape: tuple[int, int]):
     layout = place_one("mlp embed <- w: mlp embed", {"mlp": shape[0], "embed": shape[1]}, (1, 1), 0)
     assert layout.file_sizes == [0]
     assert [list(box.indices()) for box in layout.placed_chunks["w"]] == [[]]

@@ -78,7 +78,7 @@ def test_split_dim_puts_each_element_in_its_chunk(extents: list[int], data):
         ([], 1, None),
     ],
 )
-def test_find_split_atom(extents: list[int], chunk: int, at: int | None):
+def test_find_split_atom_returns_index_or_none(extents: list[int], chunk: int, at: int | None):
     assert find_split_atom(extents, chunk) == at
 
 
@@ -109,7 +109,7 @@ def test_chunk_grid_counts_partial_chunks():
     assert ChunkGrid((), ()).chunk_counts == ()
 
 
-def test_placements_find_chunks():
+def test_placement_find_returns_file_and_offset():
     placement = StridedPlacement(file=2, offset=100, first_index=(3, 0), strides=(50, 7))
     assert placement.find((3, 0)) == (2, 100)
     assert placement.find((4, 2)) == (2, 164)

@@ -44,7 +44,7 @@ def test_every_dataclass_in_a_plan_has_a_name():
 
 
 @pytest.mark.parametrize("cls", NAMES, ids=lambda cls: cls.__name__)
-def test_renamed_fields_exist(cls: Any):
+def test_renamed_fields_of_plan_text_exist(cls: Any):
     encoded = [field.name for field in dataclasses.fields(cls) if field.repr]
     renames = NAMES[cls][1]
     assert set(renames) <= set(encoded)
@@ -103,7 +103,7 @@ def test_text_omits_headers_and_copied_paths():
         ({"a": None}, "{'a': None}"),
     ],
 )
-def test_text_of_tuples_and_plain_values(value: object, text: str):
+def test_encode_text_writes_tuples_and_plain_values(value: object, text: str):
     assert encode_text(value) == text
 
 

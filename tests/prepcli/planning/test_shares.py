@@ -139,6 +139,6 @@ def test_requested_share_prefers_the_command_line(text, environ, expected):
     assert requested_share(text, environ) == expected
 
 
-def test_share_split_among_workers():
+def test_share_split_divides_it_among_workers():
     shares = [share for index in range(3) for share in Share(3, index).split(2)]
     assert shares == [Share(6, index) for index in range(6)]

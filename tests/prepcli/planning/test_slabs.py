@@ -174,7 +174,7 @@ def test_slabs_split_contiguous_bytes_at_written_pages():
     ]
 
 
-def test_slabs_smaller_than_a_page():
+def test_slabs_smaller_than_a_page_end_at_page_boundaries():
     stream = Stream("w", "uint8", (10_000,), (0, 10_000), (Contiguous(0, 0),), (Contiguous(0, 10),))
     assert [slab.nbytes for slab in split_stream(0, stream, max_nbytes=3000)] == [3000, 1086, 3000, 1096, 1818]
 
@@ -187,12 +187,12 @@ def test_slabs_of_filled_rows_have_no_reads():
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((0, 5), (0, 0)), ((5, 0), (0, 5)), ((0,), (0, 0)), ((7, 5), (3, 3))])
-def test_slabs_of_empty_stream(shape: tuple[int, ...], rows: tuple[int, int]):
+def test_split_stream_returns_no_slab_of_empty_stream(shape: tuple[int, ...], rows: tuple[int, int]):
     stream = Stream("w", "float32", shape, rows, (Contiguous(0, 8),), (Contiguous(0, 16),))
     assert list(split_stream(0, stream, max_nbytes=64)) == list(split_stream_evenly(0, stream, max_nbytes=64)) == []
 
 
-def test_slabs_of_0d_tensor():
+def test_split_stream_returns_one_slab_of_0d_tensor():
     region_part = region("layers <- s.{layers}:", {"layers": 3}, (1,), layers=2)
     stream = Stream("s.2", "float32", (), (0, 1), (Contiguous(0, 4),), (region_part,))
     (slab,) = split_stream(0, stream, max_nbytes=64)

@@ -141,7 +141,7 @@ def test_leaf_box_copies_match_forms_of_families(case: str):
     assert np.array_equal(out.view(np.int32).reshape(row.leaf_shape), by_hand(tensors))
 
 
-def test_leaf_box_copies_of_unscanned_leaves():
+def test_leaf_box_copies_read_one_unscanned_layer():
     row = bind_row(parse_row("heads head_dim embed <- h.{layers}.q: (heads head_dim) embed"), SIZES)
     assert [f.atom for f in row.unscanned_factors] == ["layers"]
     tensors = random_tensors(row)

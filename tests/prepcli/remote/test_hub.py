@@ -60,8 +60,8 @@ for name in names:
         policy = retry_policy_from_env(os.environ, str)
         options = {"offline": is_offline, "progress": JsonProgress(events), "retry_policy": policy}
         located = locate(name, access=Access(warn=warnings.append, **options))
-        headers = located.headers
-        answer |= {"path": str(headers.path), "revision": headers.commit, "kind": located.kind}
+        local_files = located.local_files
+        answer |= {"path": str(local_files.path), "revision": local_files.commit, "kind": located.kind}
     except PrepError as error:
         answer |= {"error": [error.what, error.why, error.hint, error.code]}
     answer["events"] = [json.loads(line) for line in events.getvalue().splitlines()]

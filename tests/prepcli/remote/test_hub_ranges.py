@@ -83,7 +83,7 @@ def test_token_is_sent_only_to_the_hub():
     assert not [headers for _, _, headers in store.requests if "Authorization" in headers]
 
 
-def test_read_of_a_file_without_redirect():
+def test_read_accepts_a_file_without_redirect():
     faults = FaultInjector(0.3)
     with serve_hub({"o/m": FakeRepo({FILE.path: CONTENT}, faults=faults)}) as hub:
         ranges = HubRangeReader("o/m", COMMIT, hub.url)

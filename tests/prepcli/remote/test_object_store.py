@@ -118,7 +118,7 @@ def test_forbidden_object_is_an_error_with_a_hint(monkeypatch, status: int):
 
 
 @pytest.mark.parametrize("size", [0, 10, 300_000])
-def test_write_list_and_delete(monkeypatch, tmp_path: Path, size: int):
+def test_bucket_writes_lists_and_deletes_objects(monkeypatch, tmp_path: Path, size: int):
     (tmp_path / "f").write_bytes(CONTENT[:size])
     written_nbytes: list[int] = []
     with serve_objects() as store:

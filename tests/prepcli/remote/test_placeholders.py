@@ -99,12 +99,12 @@ def open_remote_checkpoint(files: dict[str, bytes]) -> None:
     """Do everything with a remote checkpoint that precedes reads of its tensors."""
     folder = BucketFolder("gs://bucket/at", memory_bucket(files))
     kind = detect(folder)
-    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.fetch_headers(kind))
+    located = LocatedCheckpoint("gs://bucket/at", "m", kind, folder.prepare_local_files(kind))
     try:
         open_source(located)
         read_contents(located)
     finally:
-        shutil.rmtree(located.headers.path)
+        shutil.rmtree(located.local_files.path)
 
 
 @pytest.mark.parametrize("padding", [0, 100, 200_000])
@@ -229,7 +229,7 @@ def folder_of_killed_process(environment: dict[str, str]) -> Path:
     return Path(process.stdout.strip())
 
 
-def test_folder_of_a_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_placeholder_folder_of_killed_process_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     leftover = folder_of_killed_process(os.environ | {"TMPDIR": str(tmp_path)})
     assert leftover.parent == tmp_path

@@ -230,7 +230,7 @@ def test_open_reader_rejects_damaged_or_missing_checksums(model: Path, tmp_path:
         open_reader(tmp_path / "init")
 
 
-def test_read_of_an_item_without_checksums(model: Path, tmp_path: Path):
+def test_open_reader_accepts_an_item_without_checksums(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
     path = tmp_path / "init/prep-manifest.json"
     manifest = json.loads(path.read_text())

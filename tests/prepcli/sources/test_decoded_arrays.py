@@ -74,7 +74,7 @@ def test_read_is_equal_for_every_storage_form(tmp_path: Path, form: StorageForm)
 
 @pytest.mark.parametrize("dtype", sorted(ZARR_TYPESTRS))
 @pytest.mark.parametrize("zarr3", [False, True])
-def test_read_of_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
+def test_read_decodes_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
     meta = ArrayMeta(("w",), (5, 3), dtype, (5, 3))
     array = random_array(dtype, (5, 3))
     write_zarr_item(tmp_path / "item", {meta: array}, StorageForm(zarr3=zarr3, codec_names=("zstd",)))
@@ -84,7 +84,7 @@ def test_read_of_every_dtype(tmp_path: Path, dtype: str, zarr3: bool):
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), form=st.sampled_from(STORAGE_FORMS), memory=st.sampled_from([1 << 19, 600_000, 1 << 21]))
-def test_read_of_any_ranges_in_any_order(tmp_path_factory, data: st.DataObject, form: StorageForm, memory: int):
+def test_read_decodes_any_ranges_in_any_order(tmp_path_factory, data: st.DataObject, form: StorageForm, memory: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoded_module, "READ_BLOCK_NBYTES", data.draw(st.sampled_from([3, 8, 1000]), label="piece"))
         patch.setattr(decoded_module, "WHOLE_CHUNK_DIVISOR", data.draw(st.sampled_from([1, 1 << 30]), label="small"))

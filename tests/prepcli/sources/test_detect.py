@@ -12,7 +12,7 @@ import pytest
 from prepcli.errors import FAILED, PrepError
 from prepcli.formats.untrusted import MAX_CONFIG_NBYTES
 from prepcli.sources.detect import detect, detect_file
-from prepcli.sources.folders import Headers, Kind, LocalFolder
+from prepcli.sources.folders import Kind, LocalFiles, LocalFolder
 
 
 def fill(folder: Path, *names: str, config: object = None) -> Path:
@@ -61,16 +61,16 @@ def test_detect_prefers_safetensors(tmp_path: Path, names: list[str]) -> None:
         (["consolidated.00.pth", "pytorch_model.bin"], "torch"),
     ],
 )
-def test_detect_torch_and_meta(tmp_path: Path, names: list[str], kind: str) -> None:
+def test_detect_separates_torch_from_meta(tmp_path: Path, names: list[str], kind: str) -> None:
     assert detect_folder(fill(tmp_path, *names, config={"model_type": "llama"})) == kind
 
 
-def test_detect_safetensors_without_config(tmp_path: Path) -> None:
+def test_detect_accepts_safetensors_without_config(tmp_path: Path) -> None:
     assert detect_folder(fill(tmp_path, "model.safetensors")) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "state/_METADATA", "100/state/_METADATA"])
-def test_detect_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
+def test_detect_accepts_orbax_item_step_or_run(tmp_path: Path, name: str) -> None:
     assert detect_folder(fill(tmp_path, name, "manifest.ocdbt")) == "orbax"
 
 
@@ -112,21 +112,21 @@ def test_file_instead_of_folder_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("config", "declared"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"quantization_config": {"load_in_8bit": True}}, "not named"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
-        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config: gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config: bitsandbytes"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: fp8"),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantization_config: no quant_method"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compression_config: compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config: awq"),
     ],
 )
-def test_quantised_config_is_an_error(tmp_path: Path, config: object, method: str) -> None:
+def test_detect_quantised_config_error_names_key_and_method(tmp_path: Path, config: object, declared: str) -> None:
     error = detect_error(fill(tmp_path, "model.safetensors", config=config))
     assert error.what == "./m is quantised"
-    assert f": {method};" in error.why
+    assert error.why.startswith(f"config.json has a {declared};")
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"text_config": {}}, []])
@@ -175,8 +175,8 @@ class ListedFolder:
     def read(self, name: str, start: int, stop: int) -> bytes:
         raise AssertionError(f"{name} was read")
 
-    def fetch_headers(self, kind: Kind) -> Headers:
-        raise AssertionError(f"headers of {kind} were fetched")
+    def prepare_local_files(self, kind: Kind) -> LocalFiles:
+        raise AssertionError(f"files of {kind} were fetched")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_detect_reads_no_file_without_a_config(names: list[str], kind: str) -> N
 
 
 def test_config_with_braces_is_quoted_in_the_error(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "{found}{0}"}}
+    config = {"quantization_config": {"quant_method": "{names}{0}"}}
     assert "{0}" in detect_error(fill(tmp_path, "model.safetensors", config=config)).why
 
 

@@ -90,5 +90,5 @@ def test_arrays_in_pieces_are_concatenated():
         ("x::params::y", ("", "x::params::y")),
     ],
 )
-def test_split_part(name: str, expected: tuple[str, str]):
+def test_split_part_returns_known_part_and_path(name: str, expected: tuple[str, str]):
     assert split_part(name) == expected

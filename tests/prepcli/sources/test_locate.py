@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.errors import USAGE, PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
-from prepcli.sources.folders import Access, Headers, LocalFolder
+from prepcli.sources.folders import Access, LocalFiles, LocalFolder
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.references import HubRepo, default_checkpoint
 from tests.prepcli.sources.test_detect import fill
@@ -55,8 +55,8 @@ def test_locate_accepts_any_spelling_of_a_path(cwd: Path) -> None:
     ):
         located = locate(spelling)
         assert (located.display_name, located.model_name, located.kind) == (spelling, "llama-13b", "safetensors")
-        assert located.headers.commit is None
-        assert located.headers.path.samefile(cwd / "llama-13b")
+        assert located.local_files.commit is None
+        assert located.local_files.path.samefile(cwd / "llama-13b")
 
 
 def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +67,12 @@ def test_locate_names_the_working_directory(cwd: Path, monkeypatch: pytest.Monke
 def test_locate_expands_home(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(cwd))
     fill(cwd / "m", "model.safetensors")
-    assert locate("~/m").headers.path == cwd / "m"
+    assert locate("~/m").local_files.path == cwd / "m"
 
 
 def test_locate_resolves_paths_from_cwd(tmp_path: Path) -> None:
     fill(tmp_path / "m", "model.safetensors")
-    assert locate("m", cwd=tmp_path).headers.path == tmp_path / "m"
+    assert locate("m", cwd=tmp_path).local_files.path == tmp_path / "m"
 
 
 def test_model_name_comes_from_the_manifest(cwd: Path) -> None:
@@ -91,15 +91,15 @@ def test_broken_manifest_is_an_error(cwd: Path) -> None:
 def test_path_takes_precedence_over_alias_and_hub_id(cwd: Path, downloads: list[object]) -> None:
     fill(cwd / "llama-13b", "model.safetensors")
     fill(cwd / "owner", "name/model.safetensors")
-    assert locate("llama-13b").headers.commit is None
-    assert locate("owner/name").headers.commit is None
+    assert locate("llama-13b").local_files.commit is None
+    assert locate("owner/name").local_files.commit is None
     assert downloads == []
 
 
 def test_alias_resolves_to_its_hub_id(cwd: Path, downloads: list[object]) -> None:
     located = locate("llama-3-8b")
-    headers = Headers(cwd / "abc123", commit="abc123")
-    assert located == LocatedCheckpoint("meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", headers)
+    local_files = LocalFiles(cwd / "abc123", commit="abc123")
+    assert located == LocatedCheckpoint("meta-llama/Meta-Llama-3-8B", "llama-3-8b", "safetensors", local_files)
     assert downloads == [("meta-llama/Meta-Llama-3-8B", None, False)]
 
 
@@ -133,7 +133,7 @@ def test_conflicting_revisions_are_an_error(cwd: Path) -> None:
     )  # fmt: skip
 
 
-def test_folder_has_no_revision(cwd: Path) -> None:
+def test_locate_rejects_a_revision_of_a_folder(cwd: Path) -> None:
     fill(cwd / "m@v1", "model.safetensors")
     assert locate("m@v1").model_name == "m@v1"
     assert locate_error("m@v1", revision="v2")[0] == "`m@v1` has no revision v2"

@@ -63,5 +63,6 @@ def test_parse_reference_rejects_an_unknown_step(cwd: Path) -> None:
 
 def test_only_hub_names_have_a_revision(cwd: Path) -> None:
     assert usage_what("m", "v1") == "`m` has no revision v1"
+    assert usage_what("m/model.safetensors", "v1") == "`m/model.safetensors` has no revision v1"
     assert usage_what("runs/a", "v1", 9) == "`runs/a/9` has no revision v1"
     assert usage_what("gs://bucket/x", "v1") == "`gs://bucket/x` has no revision v1"

@@ -160,7 +160,7 @@ def test_match_limits_the_number_of_layers(layer_axis: int | None):
     assert "50,000 layers" in caught.value.why
 
 
-def test_match_of_a_family_without_layouts():
+def test_match_rejects_a_family_without_layouts():
     toy = Family("toy", "", (), GPT_NEO.sizes, {}, {}, GPT_NEO.tying, GPT_NEO.arch_config)
     with pytest.raises(PrepError, match="has no known layout"):
         match_foreign_tree({"a": make_leaf(2)}, toy, CONFIG, "m")

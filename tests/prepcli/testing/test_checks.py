@@ -128,7 +128,7 @@ def test_round_trip_finds_two_rows_of_a_tensor(tmp_path: Path, monkeypatch: pyte
 
 
 def test_checks_are_skipped_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kit, "missing_judges", lambda: ["torch"])
+    monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch"])
     subject = FamilyUnderTest([ODD_HEADS["gpt2"]], tmp_path)
     results = list(run_checks(subject, [BY_NAME["coverage"], BY_NAME["logits"]]))
     assert [result.outcome for result in results] == ["passed", "skipped"]

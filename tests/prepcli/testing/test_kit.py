@@ -44,7 +44,7 @@ def test_checks_hold_with_python_o():
         assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)], path
 
 
-def test_missing_judges_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch):
+def test_missing_reference_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch_transformers, "find_spec", lambda name: None)
     with pytest.raises(PrepError) as caught:
         torch_transformers.tensor_shapes(ODD_HEADS["gpt2"])

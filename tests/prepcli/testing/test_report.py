@@ -27,7 +27,7 @@ def config_path(tmp_path: Path) -> Path:
     return path
 
 
-def test_good_family_passes(config_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_passes_valid_family(config_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["check-family", str(config_path), *FAST_OPTIONS]) == 0
     out, err = capsys.readouterr()
     assert [line.split("  ")[0] for line in out.splitlines()] == ["mistral", *FAST]
@@ -35,7 +35,7 @@ def test_good_family_passes(config_path: Path, capsys: pytest.CaptureFixture[str
     assert "mistral: vocab 29, layers 2, embed 24" in err
 
 
-def test_good_family_agrees_with_transformers(config_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_compares_with_transformers(config_path: Path, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     assert main(["check-family", str(config_path), "--check", "names and shapes", "--check", "logits", "--json"]) == 0
@@ -76,13 +76,13 @@ def test_broken_row_fails_with_the_reason(
 def test_skipped_checks_are_not_passed(
     config_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kit, "missing_judges", lambda: ["torch", "transformers"])
+    monkeypatch.setattr(kit, "missing_reference_packages", lambda: ["torch", "transformers"])
     assert main(["check-family", str(config_path), "--check", "logits"]) == 0
     line = capsys.readouterr().out.splitlines()[1]
     assert line == "logits   skipped  torch and transformers not installed: pip install 'prepcli[hf]' torch"
 
 
-def test_even_sizes_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_check_family_command_warns_about_even_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "even.json"
     path.write_text(json.dumps(ODD_HEADS["gpt2"] | {"vocab_size": 32}))
     assert main(["check-family", str(path), "--check", "coverage"]) == 0
@@ -101,7 +101,7 @@ def test_even_sizes_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("{}", ["--check", "logit"], 2, "did you mean `logits`?"),
     ],
 )
-def test_bad_input_is_one_error(
+def test_check_family_command_reports_one_error(
     text: str | None, options: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "config.json"

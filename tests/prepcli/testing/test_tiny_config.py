@@ -23,7 +23,7 @@ SIZES = SCALES | OPTIONAL_PARTS | {"experts_per_token", "max_positions", "slidin
 
 @pytest.mark.parametrize("num_heads", [3, 4])
 @pytest.mark.parametrize("config", [*CONFIGS.values(), *BARE.values()], ids=[*CONFIGS, *BARE])
-def test_tiny_config_is_small_and_keeps_choices(config: dict, num_heads: int):
+def test_scale_down_shrinks_sizes_and_keeps_choices(config: dict, num_heads: int):
     family, tiny = family_of(config), scale_down(config, num_heads)
     sizes, original = family.sizes(tiny), family.sizes(config)
     assert module._num_elements(family, tiny) <= module.MAX_SCALED_ELEMENTS
@@ -39,15 +39,15 @@ def test_tiny_config_is_small_and_keeps_choices(config: dict, num_heads: int):
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
-def test_tiny_config_keeps_a_tiny_config(name: str):
+def test_scale_down_keeps_a_tiny_config(name: str):
     assert scale_down(ODD_HEADS[name]) == ODD_HEADS[name]
 
 
-def test_tiny_config_raises_learned_positions():
+def test_scale_down_increases_too_few_learned_positions():
     assert scale_down(ODD_HEADS["gpt2"] | {"n_positions": 16})["n_positions"] == module.LEARNED_POSITIONS
 
 
-def test_tiny_config_keeps_each_kind_of_layer():
+def test_scale_down_keeps_each_kind_of_layer():
     config = CONFIGS["gemma-3-1b"] | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5}
     config = {key: value for key, value in config.items() if key != "sliding_window_pattern"}
     tiny = scale_down(config | {"num_hidden_layers": 30})
@@ -55,7 +55,7 @@ def test_tiny_config_keeps_each_kind_of_layer():
     assert tiny["num_hidden_layers"] == 2
 
 
-def test_tiny_config_removes_large_token_ids():
+def test_scale_down_removes_large_token_ids():
     tiny = scale_down(CONFIGS["phi-4"])
     assert (tiny["bos_token_id"], tiny["eos_token_id"], tiny["pad_token_id"]) == (0, 0, None)
 

@@ -103,12 +103,12 @@ def test_sample_order_separates_neighbouring_rows():
 @pytest.mark.parametrize(
     ("epochs", "n_rows", "batch_size", "steps"), [(1, 10, 5, 2), (1, 11, 5, 3), (0.1, 30, 1, 3), (0.001, 10, 5, 1)]
 )
-def test_steps_for_epochs(epochs: float, n_rows: int, batch_size: int, steps: int):
+def test_steps_for_epochs_rounds_up_to_whole_steps(epochs: float, n_rows: int, batch_size: int, steps: int):
     order = SampleOrder(n_rows=n_rows, batch_size=batch_size, seed=0, shuffle=True)
     assert order.steps_for_epochs(epochs) == steps
 
 
-def test_steps_per_epoch():
+def test_steps_per_epoch_is_rows_per_batch_size():
     assert SampleOrder(n_rows=10, batch_size=4, seed=0, shuffle=True).steps_per_epoch == 2.5
 
 

@@ -111,7 +111,7 @@ def test_read_activation_rejects_unsupported_name():
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def test_sliding_windows_of_families():
+def test_sliding_windows_follow_config_of_each_family():
     assert arch_config_of(MISTRAL).sliding_windows == (5, 5)
     assert arch_config_of({"model_type": "mistral"}).sliding_windows == (4096,) * 32
     assert arch_config_of(MISTRAL | {"sliding_window": None}).sliding_windows == (FULL_ATTENTION,) * 2

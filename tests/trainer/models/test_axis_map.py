@@ -39,7 +39,7 @@ FORMS = {  # row -> (shape of the leaf, shape of a tensor, names of the tensors)
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_bind_row_forms(text: str):
+def test_bind_row_returns_shapes_and_names_of_each_form(text: str):
     leaf, source, names = FORMS[text]
     row = bind_row(parse_row(text), SIZES | {"local": [1, 4]})
     assert (row.leaf_shape, row.source_shape) == (leaf, source)

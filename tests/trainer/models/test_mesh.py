@@ -77,7 +77,7 @@ def test_parse_mesh_returns_mesh_or_usage_error(text):
         ("1,2048,1024", " has 2,097,152 devices", "a mesh has at most 1,048,576", ""),
     ],
 )
-def test_parse_mesh_errors(text, what, why, hint):
+def test_parse_mesh_rejects_invalid_text(text, what, why, hint):
     error = error_of(parse_mesh, text)
     assert (error.what, error.why, error.hint, error.code) == (f"`--mesh {text}`{what}", why, hint, USAGE)
 
@@ -117,7 +117,7 @@ def test_resolve_mesh_needs_multiple_of_known_axes(n_devices):
         ("!1,8,1", "1x8x1-plain"),
     ],
 )
-def test_folder_suffix(text, suffix):
+def test_folder_suffix_names_sizes_of_the_mesh(text, suffix):
     assert folder_suffix(parse_mesh(text)) == suffix
 
 

@@ -62,7 +62,7 @@ def test_tied_head_has_no_leaf():
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_param_leaf_roles(scan: bool):
+def test_param_leaf_role_follows_its_path(scan: bool):
     leaves = param_leaves(FAMILIES["gpt_neo"], GPT_NEO, False, scan=scan)
     roles = {path.rpartition("layers.")[2].lstrip("012."): leaf.role for path, leaf in leaves.items()}
     assert {path for path, role in roles.items() if role == "embedding"} == {"embed.tokens", "embed.positions"}

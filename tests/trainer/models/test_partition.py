@@ -57,7 +57,7 @@ def test_partition_spec_rejects_open_mesh():
         ("mlp=mp+sp | mp | none", ("mlp", (("mp", "sp"), ("mp",), ()))),
     ],
 )
-def test_parse_rule(text, rule):
+def test_parse_rule_inverts_format_rule(text, rule):
     assert parse_rule(text) == rule
     assert parse_rule(format_rule(*rule)) == rule
 
@@ -74,7 +74,7 @@ def test_parse_rule(text, rule):
         ("embed=none|mp", "`--rule embed=none|mp` has choices after none", "put none last"),
     ],
 )
-def test_parse_rule_errors(text, what, hint):
+def test_parse_rule_rejects_invalid_text(text, what, hint):
     error = error_of(parse_rule, text)
     assert (error.what, error.hint, error.code) == (what, hint, USAGE)
 
@@ -97,7 +97,7 @@ def test_merge_rules_rejects_two_rules_for_one_dim():
     assert (error.what, error.why) == ("two rules for embed", "`embed=mp` and `embed=fsdp`")
 
 
-def test_partition_spec_of_common_leaves():
+def test_partition_spec_splits_common_leaves_by_rules():
     mesh = parse_mesh("1,64,4")
     assert str(partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
     assert str(partition_spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
@@ -145,7 +145,7 @@ def test_partition_spec_reports_later_choice():
     assert [str(f) for f in spec.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
 
 
-def test_indivisible_vocabulary_error():
+def test_indivisible_vocabulary_error_suggests_padding():
     error = error_of(partition_spec, EMBEDDING, (50257, 2048), parse_mesh("1,1,8"), DEFAULT_RULES, checkpoint="./m")
     assert error.what == "vocabulary 50257 cannot be split over mp 8"
     assert error.why == "50257 mod 8 = 1"
@@ -153,7 +153,7 @@ def test_indivisible_vocabulary_error():
     assert error.code == USAGE
 
 
-def test_indivisible_dim_error():
+def test_indivisible_dim_error_suggests_a_rule():
     error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), DEFAULT_RULES)
     assert error.what == "heads 40 cannot be split over mp 16"
     assert error.why == "40 mod 16 = 8"

@@ -16,7 +16,7 @@ DIM, POSITIONS = 16, 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def test_read_rope_defaults():
+def test_read_rope_fills_in_defaults():
     assert read_rope({}, DIM, max_positions=POSITIONS) == Rope(DIM, 10_000.0, POSITIONS)
     assert read_rope({"rope_theta": 5e5, "rope_scaling": None}, DIM, max_positions=POSITIONS).theta == 5e5
 
@@ -101,7 +101,7 @@ def test_rope_rejects_invalid_rotary_dim(dim: int, kind: str):
         Rope(dim, 1e4, POSITIONS, kind)
 
 
-def test_frequencies_are_powers_of_theta():
+def test_inverse_frequencies_are_powers_of_theta():
     np.testing.assert_allclose(inverse_frequencies(Rope(8, 10_000.0, POSITIONS), 5), [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 

@@ -34,7 +34,7 @@ def test_layer_norm_has_scale_and_bias():
     }
 
 
-def test_attention_with_grouped_kv_heads():
+def test_attention_rows_split_grouped_kv_heads():
     assert {path: parameter.row for path, parameter in attention("a.{}_proj", "o", "kv_heads", bias="b").items()} == {
         "attn.q.weight": "heads head_dim embed <- a.q_proj.weight: (heads head_dim) embed",
         "attn.q.bias": "heads head_dim <- a.q_proj.bias: (heads head_dim)",

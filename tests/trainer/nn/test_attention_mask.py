@@ -86,7 +86,7 @@ def test_encoder_output_for_layer_selects_by_index():
     assert float(selected.states.values.min()) == 2
 
 
-def test_bias_is_added_to_scores():
+def test_attention_bias_is_added_to_scores():
     """With a large bias each query attends to a single key."""
     visible_key = RNG.integers(0, T, (4, T))
     bias = jnp.where(jnp.arange(T) == visible_key[..., None], 1e4, 0.0)

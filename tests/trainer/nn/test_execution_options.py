@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import pytest
@@ -17,8 +17,10 @@ from prepcli.testing.tiny_transformers import (
 )
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.errors import PrepError
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels import KERNELS
+from trainer.nn.kernels.options import KERNEL_NAMES, AttentionOptions
 from trainer.nn.model_spec import ForwardConfig
+from trainer.recipe.tables import Model as RecipeModel
 
 LENGTH = 40
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -58,6 +60,11 @@ def test_kernels_and_chunks_change_rounding_only(family: str, options: str):
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     errors = {name: relative_error(gradients[name], gradient) for name, gradient in expected.items()}
     assert errors == pytest.approx(dict.fromkeys(expected, 0), abs=1e-5)
+
+
+def test_kernel_names_equal_those_of_kernels_and_recipes():
+    assert tuple(KERNELS) == KERNEL_NAMES
+    assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == KERNEL_NAMES
 
 
 def test_unknown_kernel_is_a_usage_error():

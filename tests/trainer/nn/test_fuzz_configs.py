@@ -46,14 +46,14 @@ def wrong_samples(results: Iterable[tuple[int, Sample, FuzzResult]]) -> dict[int
 
 
 @pytest.mark.parametrize("family", FAST_FAMILIES)
-def test_samples_are_equal_or_rejected(family: str):
+def test_sampled_configs_match_transformers_or_are_rejected(family: str):
     assert wrong_samples(run_chunk(family, 0, range(4))) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("family", BASE_CONFIGS)
-def test_thousand_samples_are_equal_or_rejected(family: str, chunk: int):
+def test_thousand_sampled_configs_match_or_are_rejected(family: str, chunk: int):
     """Run 1,000 samples; the variable PREP_FUZZ_SEED selects other samples."""
     numbers = range(chunk * CHILD_SAMPLES, (chunk + 1) * CHILD_SAMPLES)
     assert wrong_samples(run_samples(family, SEED, numbers)) == {}

@@ -75,7 +75,7 @@ BIAS_CONFIGS = [
 
 
 @pytest.mark.parametrize("config", BIAS_CONFIGS, ids=str)
-def test_buckets_match_formula(config: RelativePositionBias):
+def test_relative_position_buckets_match_formula(config: RelativePositionBias):
     count = config.num_buckets // 2 if config.bidirectional else config.num_buckets
     num_exact, buckets = count // 2, relative_position_buckets(config)
     assert buckets.shape == (2 * config.max_distance + 1,)

@@ -157,7 +157,7 @@ def test_setting_without_key_gives_advice(name: str):
         ("learning_rate", 1.0, 1.0),
     ],
 )
-def test_translate_value(name: str, value: Any, translated: Any):
+def test_translate_value_returns_the_value_of_the_synonym(name: str, value: Any, translated: Any):
     assert translate_value(name, value) == translated
 
 
@@ -179,7 +179,7 @@ def test_translate_value(name: str, value: Any, translated: Any):
         ("optimizer.type", "adamw_torch", '"adamw"'),
     ],
 )
-def test_correct_value(key: str, value: Any, text: str):
+def test_correct_value_returns_valid_text_or_nothing(key: str, value: Any, text: str):
     assert correct_value(value, KEY_SCHEMAS[key]) == text
 
 

@@ -25,7 +25,7 @@ x = 1
 '''
 
 
-def test_key_line_numbers():
+def test_key_line_numbers_finds_keys_and_tables():
     assert key_line_numbers(DOCUMENT) == {
         ("name",): 2,
         ("model",): 4,

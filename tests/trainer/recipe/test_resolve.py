@@ -32,7 +32,9 @@ def batch(**keys: int) -> Batch:
         ({"per_device": 2, "accumulate": 3}, 8, 4, (48, 3)),
     ],
 )
-def test_batch_shape(keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]):
+def test_batch_shape_resolves_rows_and_accumulation(
+    keys: dict[str, int], n_devices: int, n_replicas: int, shape: tuple[int, int]
+):
     resolved = batch_shape(batch(**keys), n_devices=n_devices, n_replicas=n_replicas)
     assert (resolved.size, resolved.accumulate, resolved.micro_batch_size) == (*shape, shape[0] // shape[1])
 
@@ -108,7 +110,7 @@ def test_batch_shape_hint_is_valid(size: int, accumulate: int, replicas: int):
         ({"warmup_steps": 2000, "schedule": "constant"}, WarmupDecay(2000, 1000)),
     ],
 )
-def test_warmup_decay(keys: dict[str, Any], schedule: WarmupDecay):
+def test_warmup_decay_resolves_steps_of_both_phases(keys: dict[str, Any], schedule: WarmupDecay):
     assert warmup_decay(AdamWTable.model_validate({"lr": 1.0, **keys}), 1000) == schedule
 
 

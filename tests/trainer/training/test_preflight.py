@@ -83,7 +83,7 @@ def test_memory_run_follows_batch_and_dtype():
     assert memory_run(recipe, llama(), SHARDING, widens_bfloat16=True).itemsize == 4
 
 
-def test_context_warnings_for_long_sequences():
+def test_context_warnings_name_too_long_sequences():
     assert list(context_warnings(load_test_recipe("data.seq_length=64"), llama())) == []
     (warning,) = context_warnings(load_test_recipe("data.seq_length=65"), llama())
     assert warning == "`data.seq_length` is 65, and the model was made for 64 positions"
@@ -110,14 +110,14 @@ def test_run_warnings_compare_lengths_with_data(overrides: list[str], steps: int
     assert all(word in warning for word, warning in zip(words, warnings))
 
 
-def test_run_warnings_for_less_than_one_step():
+def test_run_warnings_name_epochs_below_one_step():
     text = RECIPE.replace("steps = 20", "epochs = 0.1")
     Path("recipe.toml").write_text(text)
     (warning,) = run_warnings(load_test_recipe(), make_job(make_setup(), 8, 1))
     assert warning == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
 
 
-def test_run_warnings_for_intervals_beyond_the_run():
+def test_run_warnings_name_intervals_beyond_the_run():
     warnings = list(run_warnings(load_test_recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
     assert [warning.partition("`")[2].partition("`")[0] for warning in warnings] == [
         "train.eval_every",
@@ -125,7 +125,7 @@ def test_run_warnings_for_intervals_beyond_the_run():
     ]
 
 
-def test_run_warnings_for_more_evaluation_than_training():
+def test_run_warnings_name_evaluation_larger_than_training():
     job = make_job(make_setup(), 8, 20)
     swapped = make_job(make_setup(), 8, 20, train=job.evaluation, evaluation=job.train)
     (first, *_) = run_warnings(load_test_recipe(), swapped)

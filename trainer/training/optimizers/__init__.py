@@ -10,7 +10,8 @@ from trainer.training.optimizers.adamw import build_adamw
 from trainer.training.optimizers.lr_schedule import LRSchedule, build_lr_schedule
 from trainer.training.optimizers.optimizer import Optimizer
 
-OPTIMIZERS: Mapping[str, Callable[[Any, LRSchedule], Optimizer]] = {"adamw": build_adamw}  # from table and schedule
+# Name -> function from the recipe's table and the schedule to the optimizer
+OPTIMIZER_BUILDERS: Mapping[str, Callable[[Any, LRSchedule], Optimizer]] = {"adamw": build_adamw}
 
 
 def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
@@ -23,4 +24,4 @@ def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
     Raises:
         PrepError: The decay would end before the warm-up does (usage error).
     """
-    return OPTIMIZERS[table.type](table, build_lr_schedule(table, steps))
+    return OPTIMIZER_BUILDERS[table.type](table, build_lr_schedule(table, steps))

@@ -38,7 +38,7 @@ def test_constant_schedule_stays_at_its_peak_after_warmup():
     assert learning_rates(schedule, 0, 2, 4, 8, 100) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0])
 
 
-def test_schedule_in_manifests_keeps_its_form():
+def test_lr_schedule_fields_match_saved_manifests():
     """Runs compare it with the one in their checkpoints when they resume (FIXED_ON_RESUME)."""
     table = AdamWTable(lr=3e-4, end_lr=1e-5, schedule="cosine", warmup_ratio=0.03)
     expected = {"peak": 0.0003, "end": 1e-05, "kind": "cosine", "warmup": 30, "decay": 1000}

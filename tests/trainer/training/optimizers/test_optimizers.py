@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
-from trainer.training.optimizers import OPTIMIZERS, build_optimizer
+from trainer.training.optimizers import OPTIMIZER_BUILDERS, build_optimizer
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
 
 
 def test_every_recipe_type_has_an_optimizer():
-    assert OPTIMIZERS.keys() == OPTIMIZER_TABLES.keys()
+    assert OPTIMIZER_BUILDERS.keys() == OPTIMIZER_TABLES.keys()
 
 
 def test_build_optimizer_passes_every_key_of_adamw():

@@ -1,0 +1,27 @@
+"""Tests of the errors of `HubFolder` that need no hub."""
+
+from __future__ import annotations
+
+import pytest
+from huggingface_hub.hf_api import RepoSibling
+
+from prepcli.errors import PrepError
+from prepcli.remote.hub import HubListing
+from prepcli.remote.retries import DEFAULT_RETRY_POLICY
+from prepcli.sources.folders import Access, Kind
+from prepcli.sources.hub_folders import HubFolder
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "commit", "why"),
+    [
+        ("safetensors", "model.safetensors", None, "the hub did not report a commit"),
+        ("torch", "pytorch_model.bin", "abc123", "`--stream` reads safetensors, and the model has none"),
+    ],
+)
+def test_stream_error_names_missing_commit_or_weights(kind: Kind, weights: str, commit: str | None, why: str):
+    files = {weights: RepoSibling(weights)}
+    listing = HubListing("owner/name", None, commit, files, DEFAULT_RETRY_POLICY)
+    with pytest.raises(PrepError, match="cannot stream owner/name") as caught:
+        HubFolder(listing, Access(stream=True)).prepare_local_files(kind)
+    assert caught.value.why == why
