@@ -165,14 +165,7 @@ class _PipelineRun:
         self.error: BaseException | None = None
 
     def run(self) -> PipelineResult:
-        """Run the pipeline. The calling thread is the read stage.
-
-        Returns:
-            The result.
-
-        Raises:
-            BaseException: The first error of any stage.
-        """
+        """Run the pipeline, and raise the first error of any stage. The calling thread is the read stage."""
         stream_numbers = self._streams_to_read()
         self.result.resumed_nbytes = self.done_nbytes
         for number in sorted(self.durable_numbers.difference(stream_numbers)):
