@@ -24,8 +24,10 @@ Without rematerialization the derivative of each operation determines the saved 
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
-    MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated; T is the length of
-                         a chunk if the MLP is computed in chunks
+    MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
+
+With chunks of tokens, T is the length of a chunk in the arrays of the MLP and of norms before projections. Transient are
+then two gradients of the residual stream, B*T*D*4 each.
 
 With a rematerialization policy a layer saves its input and the matrix products that the policy names.
 
@@ -55,6 +57,7 @@ ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of an MLP without 
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
 NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # by `block_type`
+OUTPUT_NORMS_PER_BLOCK = {"post": 2, "sandwich": 2}  # norms that are not before a projection
 SAVES_ALL = ("none", "everything_saveable")
 SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
 SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
@@ -76,7 +79,7 @@ class MemoryInputs:
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
-        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
+        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
     """
 
@@ -291,6 +294,7 @@ class _LayerStack:
             window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
             + self._expert_nbytes()
             + self._transient_scores_nbytes()
+            + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
         )
 
@@ -298,12 +302,25 @@ class _LayerStack:
         """Return the bytes that a layer saves without rematerialization."""
         inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
         heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions
-        num_norms = NORMS_PER_BLOCK[self.arch_config.block_type] + num_attentions - 1
-        num_shards = inputs.num_residual_shards(self.seq_length)
-        norms = num_norms * residual_size * (2 * FLOAT32 + inputs.itemsize) // num_shards
         block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
         hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes()
-        return self._saved_scores_nbytes() + heads + norms + block_inputs + hidden
+        return self._saved_scores_nbytes() + heads + self._norm_nbytes() + block_inputs + hidden
+
+    def _norm_nbytes(self) -> int:
+        """Return the bytes that the derivatives of norms need; those before projections run in chunks of tokens."""
+        block_type, residual_size = self.arch_config.block_type, self._residual_size()
+        num_output_norms = OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
+        num_input_norms = NORMS_PER_BLOCK[block_type] - num_output_norms + len(self.kv_lengths) - 1
+        input_size = residual_size * self._chunk_length() // self.seq_length
+        num_bytes = 2 * FLOAT32 + self.inputs.itemsize
+        norm_size = num_output_norms * residual_size + num_input_norms * input_size
+        return num_bytes * norm_size // self.inputs.num_residual_shards(self.seq_length)
+
+    def _residual_gradient_nbytes(self) -> int:
+        """Return the bytes of gradients of the residual stream; without chunks they take the place of norms."""
+        if self._chunk_length() == self.seq_length:
+            return 0
+        return 2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
 
     def _saved_scores_nbytes(self) -> int:
         """Return the bytes of scores that the derivative of attention needs, or of their log-sum-exp and tiles."""
@@ -368,8 +385,11 @@ class _LayerStack:
 
     def _mlp_hidden_size(self) -> int:
         """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        length = chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
-        return self.inputs.local_batch_size * length * self.inputs.local_extent("mlp")
+        return self.inputs.local_batch_size * self._chunk_length() * self.inputs.local_extent("mlp")
+
+    def _chunk_length(self) -> int:
+        """Return the tokens per row of a chunk."""
+        return chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
 
     def _score_size(self, kv_length: int) -> int:
         """Return the elements of scores [B, H, T, S], or of a tile's."""

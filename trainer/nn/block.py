@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from jax import Array
@@ -32,43 +31,57 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
         The residual stream [B, T, D] after the layer, and the cache with the keys and values of `x`.
     """
     arch_config, sharding, encoder_output = context.arch_config, context.sharding, context.encoder_output
+    no_norm = None
 
-    def self_attend(x: Array) -> tuple[Array, KVCache | None]:
-        return attention(sharding.constrain(x, "batch", "seq", "embed"), weights["attn"], context)
+    def norm_weights(name: str) -> Mapping[str, Any]:
+        return weights.get(name, {})
+
+    def apply_norm(name: str, x: Array) -> Array:
+        return norm(x, norm_weights(name), arch_config)
+
+    def self_attend(x: Array, input_norm: Mapping[str, Any] | None) -> tuple[Array, KVCache | None]:
+        return attention(x, weights["attn"], context, input_norm=input_norm)
 
     def cross_attend(x: Array, encoder_output: EncoderOutput) -> Array:
         mask = AttentionMask(kv_valid=encoder_output.source_mask)
         cross_context = dataclasses.replace(context, mask=mask, kv_cache=None)
-        x = sharding.constrain(x, "batch", "seq", "embed")
-        return attention(x, weights["cross"], cross_context, encoder_output.states)[0]
+        states, cross_norm = encoder_output.states, norm_weights("cross_norm")
+        return attention(x, weights["cross"], cross_context, input_norm=cross_norm, encoder_states=states)[0]
 
-    def feed_forward(x: Array) -> Array:
-        x = sharding.constrain(x, "batch", "seq", "embed")
-        run_mlp = partial(moe_mlp if arch_config.experts_per_token else mlp, arch_config=arch_config, sharding=sharding)
-        return map_token_chunks(run_mlp, x, weights["mlp"], context.ffn_chunk_size)
+    def feed_forward(x: Array, input_norm: Mapping[str, Any] | None) -> Array:
+        return _feed_forward(x, {"mlp": weights["mlp"], "norm": input_norm}, context)
 
-    def apply_norm(name: str, x: Array) -> Array:
-        return norm(x, weights.get(name, {}), arch_config)
-
-    attn_input = x if arch_config.block_type == "post" else apply_norm("attn_norm", x)
-    attended, kv_cache = self_attend(attn_input)
+    attended, kv_cache = self_attend(x, no_norm if arch_config.block_type == "post" else norm_weights("attn_norm"))
     match arch_config.block_type:
         case "pre":
             x = shard_residual(x + attended, sharding)
             if encoder_output is not None:
-                x = shard_residual(x + cross_attend(apply_norm("cross_norm", x), encoder_output), sharding)
-            x = x + feed_forward(apply_norm("mlp_norm", x))
+                x = shard_residual(x + cross_attend(x, encoder_output), sharding)
+            x = x + feed_forward(x, norm_weights("mlp_norm"))
         case "post":
             x = shard_residual(apply_norm("attn_norm", x + attended), sharding)
-            x = apply_norm("mlp_norm", x + feed_forward(x))
+            x = apply_norm("mlp_norm", x + feed_forward(x, no_norm))
         case "parallel":
-            x = x + attended + feed_forward(apply_norm("mlp_norm", x))
+            x = x + attended + feed_forward(x, norm_weights("mlp_norm"))
         case "parallel_one_norm":
-            x = x + attended + feed_forward(attn_input)
+            x = x + attended + feed_forward(x, norm_weights("attn_norm"))
         case "sandwich":
             x = shard_residual(x + apply_norm("attn_post_norm", attended), sharding)
-            x = x + apply_norm("mlp_post_norm", feed_forward(apply_norm("mlp_norm", x)))
+            x = x + apply_norm("mlp_post_norm", feed_forward(x, norm_weights("mlp_norm")))
     return shard_residual(x, sharding), kv_cache
+
+
+def _feed_forward(x: Array, weights: Mapping[str, Any], context: LayerContext) -> Array:
+    """Compute the MLP of [B, T, D] in chunks of tokens, after the norm of its input, if `norm` is not None."""
+    arch_config, sharding = context.arch_config, context.sharding
+
+    def run_chunk(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
+        x = x if weights["norm"] is None else norm(x, weights["norm"], arch_config)
+        x = sharding.constrain(x, "batch", "seq", "embed")
+        run_mlp = moe_mlp if arch_config.experts_per_token else mlp
+        return run_mlp(x, weights["mlp"], arch_config=arch_config, sharding=sharding)
+
+    return map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size)
 
 
 def shard_residual(x: Array, sharding: ShardingContext) -> Array:

@@ -106,75 +106,91 @@ def loss_sums(
     return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
 
 
+_Sums = tuple[Array, Array]  # loss and correct
+_HeadGradients = tuple[Array, Array | None]  # of weight and bias, float32
+_Chunk = tuple[Array, Array, Array]  # hidden states [B, C, D], targets [B, C], token weights [B, C]
+
+
 def _chunked_loss_primal(
     head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
-) -> tuple[Array, Array]:
+) -> _Sums:
     """Compute the loss sum and the sum of correct tokens."""
-    return _chunked_loss_fwd(head, hidden, weight, bias, targets, token_weights)[0]
 
+    def add_chunk(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, None]:
+        chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk)
+        return (sums[0] + chunk_sums[0], sums[1] + chunk_sums[1]), None
 
-Residuals = tuple[Array, Array, Array | None, Array, Array, Array]  # inputs of the loss, and log_z of all chunks
+    return lax.scan(add_chunk, _zero_sums(), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))[0]
 
 
 def _chunked_loss_fwd(
     head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
-) -> tuple[tuple[Array, Array], Residuals]:
-    """Compute the sums chunk by chunk and save `log_z`, the logarithm of the softmax denominator, per token."""
-
-    def add_chunk(sums: tuple[Array, Array], chunk: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        x, target, token_weight = chunk  # [B, C, D], [B, C], [B, C]
-        logits = project_logits(x, weight, head, bias)
-        log_z = jax.nn.logsumexp(logits, axis=-1)
-        # a masked sum instead of a gather, because the mesh may split the vocabulary
-        target_logit = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
-        is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
-        loss = jnp.where(is_counted, token_weight * (log_z - target_logit), 0.0).sum()
-        correct = jnp.where(is_counted & (logits.argmax(-1) == target), token_weight, 0.0).sum()
-        return (sums[0] + loss, sums[1] + correct), log_z
-
-    zero = jnp.zeros((), jnp.float32)
-    sums, log_z = lax.scan(add_chunk, (zero, zero), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))
-    return sums, (hidden, weight, bias, targets, token_weights, log_z)
-
-
-LMHeadGradients = tuple[Array, Array | None]  # gradients of weight and bias
-
-
-def _chunked_loss_bwd(
-    head: LMHead, residuals: Residuals, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, Array | None, None, None]:
-    """Recompute logits chunk by chunk and accumulate the gradients of hidden states, weight and bias.
+) -> tuple[_Sums, tuple[Array, _HeadGradients, _HeadGradients]]:
+    """Compute the sums, and with the same logits the gradients of hidden states, weight and bias.
 
     The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more.
     """
-    hidden, weight, bias, targets, token_weights, all_log_z = residuals
 
-    def add_chunk(
-        gradients: LMHeadGradients, chunk: tuple[Array, Array, Array, Array]
-    ) -> tuple[LMHeadGradients, Array]:
-        x, target, token_weight, log_z = chunk  # [B, C, D], then [B, C] each
+    def add_chunk(carry: tuple[_Sums, _HeadGradients], chunk: _Chunk) -> tuple[tuple[_Sums, _HeadGradients], Array]:
+        (loss, correct), (dweight, dbias) = carry
+        x = chunk[0]
         linear_logits = _linear_logits(x, weight, head, bias)
         logits = _softcap_and_mask(linear_logits, head)
-        dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, target)
-        if head.logit_softcap != NO_SOFTCAP:
-            dlogits = dlogits * (1.0 - jnp.square(jnp.tanh(linear_logits / head.logit_softcap)))
-        scale = (token_weight * cotangents[0])[..., None]
-        dlogits_float32 = jnp.where(token_weight[..., None] > 0, dlogits * scale, 0.0)
-        dlogits = dlogits_float32.astype(x.dtype)
+        sums, log_z = _chunk_sums(logits, chunk)
+        dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
+        dbias = None if dbias is None else dbias + dlogits.sum((0, 1))
+        dlogits = dlogits.astype(x.dtype)
         dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
-        dweight = jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
-        dbias = None if gradients[1] is None else gradients[1] + dlogits_float32.sum((0, 1))
-        return (gradients[0] + dweight, dbias), dhidden.astype(x.dtype)
+        dweight = dweight + jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
+        return ((loss + sums[0], correct + sums[1]), (dweight, dbias)), dhidden.astype(x.dtype)
 
-    chunks = (*_chunk_inputs(hidden, targets, token_weights, head.chunk_size), all_log_z)
     zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight, bias))
-    gradients, dhidden = lax.scan(add_chunk, zeros, chunks)
-    dweight, dbias = jax.tree.map(lambda gradient, like: gradient.astype(like.dtype), gradients, (weight, bias))
-    return join_chunks(dhidden), dweight, dbias, None, None
+    chunks = _chunk_inputs(hidden, targets, token_weights, head.chunk_size)
+    (sums, gradients), dhidden = lax.scan(add_chunk, (_zero_sums(), zeros), chunks)
+    return sums, (dhidden, gradients, (weight, bias))
+
+
+def _chunked_loss_bwd(
+    head: LMHead, residuals: tuple[Array, _HeadGradients, _HeadGradients], cotangents: _Sums
+) -> tuple[Array, Array, Array | None, None, None]:
+    """Scale the gradients, which are exact for a cotangent of 1, and round them to the dtypes of the inputs."""
+    dhidden, gradients, parameters = residuals
+
+    def scale(gradient: Array, like: Array) -> Array:
+        return (gradient.astype(jnp.float32) * cotangents[0]).astype(like.dtype)
+
+    dweight, dbias = jax.tree.map(scale, gradients, parameters)
+    return join_chunks(scale(dhidden, dhidden)), dweight, dbias, None, None
 
 
 _chunked_loss = jax.custom_vjp(_chunked_loss_primal, nondiff_argnums=(0,))
 _chunked_loss.defvjp(_chunked_loss_fwd, _chunked_loss_bwd)
+
+
+def _zero_sums() -> _Sums:
+    zero = jnp.zeros((), jnp.float32)
+    return zero, zero
+
+
+def _chunk_sums(logits: Array, chunk: _Chunk) -> tuple[_Sums, Array]:
+    """Compute the sums of a chunk from its logits [B, C, V], and log_z [B, C], the logarithm of the softmax sum."""
+    _, target, token_weight = chunk
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    # a masked sum instead of a gather, because the mesh may split the vocabulary
+    target_logit = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
+    is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
+    loss = jnp.where(is_counted, token_weight * (log_z - target_logit), 0.0).sum()
+    correct = jnp.where(is_counted & (logits.argmax(-1) == target), token_weight, 0.0).sum()
+    return (loss, correct), log_z
+
+
+def _logit_gradients(logits: Array, linear_logits: Array, log_z: Array, chunk: _Chunk, head: LMHead) -> Array:
+    """Compute the gradient of a chunk's loss by its logits before the softcap, float32 [B, C, V]."""
+    _, target, token_weight = chunk
+    dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, target)
+    if head.logit_softcap != NO_SOFTCAP:
+        dlogits = dlogits * (1.0 - jnp.square(jnp.tanh(linear_logits / head.logit_softcap)))
+    return jnp.where(token_weight[..., None] > 0, dlogits * token_weight[..., None], 0.0)
 
 
 def _is_target(logits: Array, target: Array) -> Array:
@@ -182,7 +198,7 @@ def _is_target(logits: Array, target: Array) -> Array:
     return jnp.arange(logits.shape[-1]) == target[..., None]
 
 
-def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, chunk_size: int) -> tuple[Array, Array, Array]:
+def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, chunk_size: int) -> _Chunk:
     """Split hidden states, targets and weights into chunks of tokens."""
     chunks = (split_chunks(array, chunk_size) for array in (hidden, targets, token_weights))
     hidden, targets, token_weights = chunks

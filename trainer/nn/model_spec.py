@@ -59,7 +59,7 @@ class ForwardConfig:
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.
-        ffn_chunk_size: Tokens per row whose hidden units of the MLP exist at the same time; -1 for all.
+        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
 
     Raises:
         PrepError: `remat_policy` is unknown, or does not go with the attention kernel (usage errors).

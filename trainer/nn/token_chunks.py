@@ -1,6 +1,6 @@
 """Apply a function to chunks of tokens, one after another, to bound the memory of its intermediate arrays.
 
-Axes: B rows, T tokens, N chunks, C tokens per row of a chunk, D and F widths.
+Axes: B rows, T tokens, N chunks, C tokens per row of a chunk.
 """
 
 from __future__ import annotations
@@ -11,58 +11,65 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
-TokenFunction = Callable[[Array, Any], Array]
+TokenFunction = Callable[[Any, Any, Any], Any]
 
 
-def map_token_chunks(function: TokenFunction, x: Array, weights: Any, chunk_size: int) -> Array:
+def map_token_chunks(function: TokenFunction, x: Any, weights: Any, chunk_size: int, constants: Any = None) -> Any:
     """Apply a function of single tokens to chunks of tokens (blockwise feed-forward, arXiv:2305.19370, section 3).
 
     The backward pass computes each chunk again, and sums the gradient of the weights in float32.
 
     Args:
-        function: Computes [B, C, D] and weights -> [B, C, F], each token by itself.
-        x: Tokens [B, T, D].
+        function: Computes (x, weights, constants) of a chunk -> tree of arrays [B, C, ...], each token by itself. It
+            must not refer to other arrays.
+        x: Tree of arrays [B, T, ...].
         weights: Tree of arrays that all tokens share.
         chunk_size: Tokens per row of a chunk; -1 for all. T need not be a multiple.
+        constants: Tree of arrays [B or 1, T, ...] without gradients.
 
     Returns:
-        [B, T, F].
+        Tree of arrays [B, T, ...].
     """
-    length = x.shape[1]
+    length = jax.tree.leaves(x)[0].shape[1]
     chunk_size = chunk_length(chunk_size, length)
     if chunk_size == length:
-        return function(x, weights)
-    chunks = split_chunks(pad_tokens(x, -length % chunk_size), chunk_size)
-    return join_chunks(_map_chunks(function, chunks, weights))[:, :length]
+        return function(x, weights, constants)
+    split = partial(_pad_and_split, chunk_size=chunk_size)
+    chunks = _map_chunks(function, jax.tree.map(split, x), weights, jax.tree.map(split, constants))
+    return jax.tree.map(lambda array: join_chunks(array)[:, :length], chunks)
+
+
+def _pad_and_split(x: jax.Array, chunk_size: int) -> jax.Array:
+    return split_chunks(pad_tokens(x, -x.shape[1] % chunk_size), chunk_size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _map_chunks(function: TokenFunction, chunks: Array, weights: Any) -> Array:
-    """Apply the function to each of the chunks [N, B, C, D]."""
-    return lax.map(lambda chunk: function(chunk, weights), chunks)
+def _map_chunks(function: TokenFunction, chunks: Any, weights: Any, constants: Any) -> Any:
+    """Apply the function to each of the chunks, trees of arrays [N, B, C, ...]."""
+    return lax.map(lambda chunk: function(chunk[0], weights, chunk[1]), (chunks, constants))
 
 
-def _forward(function: TokenFunction, chunks: Array, weights: Any) -> tuple[Array, tuple[Array, Any]]:
-    return _map_chunks(function, chunks, weights), (chunks, weights)
+def _forward(function: TokenFunction, chunks: Any, weights: Any, constants: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+    return _map_chunks(function, chunks, weights, constants), (chunks, weights, constants)
 
 
-def _backward(function: TokenFunction, saved: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
-    chunks, weights = saved
+def _backward(function: TokenFunction, saved: tuple[Any, Any, Any], gradient: Any) -> tuple[Any, Any, None]:
+    chunks, weights, constants = saved
 
-    def run_chunk(sums: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:
-        chunk, chunk_gradient = inputs
-        _, pullback = jax.vjp(function, chunk, weights)
+    def run_chunk(sums: Any, inputs: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        chunk, chunk_constants, chunk_gradient = inputs
+        _, pullback = jax.vjp(lambda chunk, weights: function(chunk, weights, chunk_constants), chunk, weights)
         d_chunk, d_weights = pullback(chunk_gradient)
         return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, d_weights), d_chunk
 
     zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), weights)
-    sums, d_chunks = lax.scan(run_chunk, zeros, (chunks, gradient))
-    return d_chunks, jax.tree.map(lambda total, weight: total.astype(weight.dtype), sums, weights)
+    sums, d_chunks = lax.scan(run_chunk, zeros, (chunks, constants, gradient))
+    return d_chunks, jax.tree.map(lambda total, weight: total.astype(weight.dtype), sums, weights), None
 
 
 _map_chunks.defvjp(_forward, _backward)

@@ -59,7 +59,7 @@ class Model(BaseModel):
     )
     ffn_chunk_size: PositiveInt | Literal[-1] = Field(
         default=-1,
-        description="tokens per row whose hidden units of the MLP are computed at a time; -1: all",
+        description="tokens per row whose projections and MLP are computed at a time; -1: all",
         examples=[2048],
     )
     attention_kernel: Literal["reference", "blockwise"] = Field(

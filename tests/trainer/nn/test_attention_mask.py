@@ -24,7 +24,7 @@ WEIGHTS = random_weights(4, 2, True)
 
 def attend_with_mask(x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None) -> Array:
     """Compute attention without a cache."""
-    return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states)[0]
+    return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states=encoder_states)[0]
 
 
 @pytest.mark.parametrize("window", [FULL_ATTENTION, 2])

@@ -19,8 +19,8 @@ WEIGHTS = {
 }
 
 
-def feed_forward(x: Array, weights: Mapping[str, Array]) -> Array:
-    """Compute two layers [B, c, 6] -> [B, c, 4]."""
+def feed_forward(x: Array, weights: Mapping[str, Array], constants: None = None) -> Array:
+    """Compute two layers [B, C, 6] -> [B, C, 4]."""
     return jax.nn.silu(x @ weights["up"]) @ weights["down"]
 
 
@@ -45,6 +45,6 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)
 
     def loss(weight: Array) -> Array:
-        return map_token_chunks(lambda chunk, w: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
+        return map_token_chunks(lambda chunk, w, _: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
 
     assert float(jax.grad(loss)(weight)[0, 0]) == 4096
