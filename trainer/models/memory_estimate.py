@@ -26,8 +26,8 @@ Without rematerialization the derivative of each operation determines the saved 
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
 
-With chunks of tokens, T is the length of a chunk in the arrays of the MLP and of norms before projections. Transient are
-then two gradients of the residual stream, B*T*D*4 each.
+With chunks of tokens, T is the length of a chunk in the arrays of the MLP and of norms before projections, and two
+gradients of the residual stream, B*T*D*4 each, are transient.
 
 With a rematerialization policy a layer saves its input and the matrix products that the policy names.
 
