@@ -116,7 +116,7 @@ def run_and_kill(
         processes[index].kill()
     for process in processes:
         process.communicate(timeout=60)
-    return [process.returncode for process in processes]
+    return [process.wait() for process in processes]
 
 
 def check_killed(
