@@ -13,16 +13,20 @@ import sys
 import tempfile
 from importlib.metadata import version
 
-FAST_COMPILE_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
+FAST_COMPILE_FLAGS = {  # by version of jaxlib: an unknown flag ends the process
+    "0.10": ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"),
+    "0.11": ("--xla_backend_optimization_level=0",),
+    "0.12": ("--xla_backend_optimization_level=0",),
+}
 FLAGS, CACHE = "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-if version("jaxlib").startswith("0.10."):  # an unknown flag ends the process; other versions were not tried
-    user_flags = os.environ.get(FLAGS, "").split()
-    flags = [*(flag for flag in FAST_COMPILE_FLAGS if flag not in user_flags), *user_flags]  # the last one wins
-    os.environ[FLAGS] = " ".join(flags)
+user_flags = os.environ.get(FLAGS, "").split()
+compile_flags = FAST_COMPILE_FLAGS.get(".".join(version("jaxlib").split(".")[:2]), ())
+flags = [*(flag for flag in compile_flags if flag not in user_flags), *user_flags]  # the last one wins
+os.environ[FLAGS] = " ".join(flags)
 if CACHE not in os.environ:
     cache_folder = tempfile.TemporaryDirectory(prefix="prep-tests-")  # deleted when this process exits
     os.environ |= {CACHE: cache_folder.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -31,8 +31,8 @@ from trainer.models.parameters import HFConfig
 ATOL = 2e-5
 MAX_ROUNDING_ERRORS = 20  # if above ATOL: allowed difference, as a multiple of the rounding error of transformers
 BATCH_SIZE = 2
-CHILD_SAMPLES = 20  # samples per child process; a sample leaves up to 190 MB in memory
-CHILD_MEMORY_NBYTES = 8 << 30  # transformers makes lists as long as a config says
+CHILD_SAMPLES = 40  # samples per child process; a sample leaves up to 190 MB in memory
+CHILD_MEMORY_NBYTES = 10 << 30  # transformers makes lists as long as a config says
 COLUMNS = ("samples", "equal", "rejected", "torch computes", "torch fails", "wrong", "seed")
 TABLE_HEADER = f"{'family':12}" + "".join(f"{name:>16}" for name in COLUMNS)
 

@@ -7,13 +7,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.fork_server import ForkedProcess, run_prep, start_prep
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
 LARGE = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 12007, "attention_types": [[["global"], 4]]}
@@ -65,9 +65,8 @@ class KillSetup:
         """Return the undisturbed run of a command; the first call runs the command."""
         if name not in self.runs:
             started_s = time.monotonic()
-            process = subprocess.run(
-                command_line(name, f"{name}-whole", "--json"), cwd=self.folder, check=True, capture_output=True
-            )
+            process = run_command(self, name, f"{name}-whole", "--json")
+            assert process.returncode == 0, process.stderr
             took_s = time.monotonic() - started_s
             self.runs[name] = UndisturbedRun(self.folder / f"{name}-whole", json.loads(process.stdout), took_s)
         return self.runs[name]
@@ -77,17 +76,15 @@ class KillSetup:
         return read_files(self.undisturbed(name).out)
 
 
-def command_line(name: str, out: str, *more: str) -> list[str]:
-    """Return the command line of a process that runs the command."""
-    args = [*COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none", *more]
-    return [sys.executable, "-m", "prepcli", *args]
+def command_words(name: str, out: str, *more: str) -> list[str]:
+    """Return the arguments of prep that run the command."""
+    return [*COMMANDS[name], "--out", out, "--memory", "32MiB", "--progress", "none", *more]
 
 
 def make_setup(folder: Path) -> KillSetup:
     """Make a setup in an empty folder."""
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
-    subprocess.run([sys.executable, "-m", "prepcli", "save-init", "./model", "--out", "init", "--pad-vocab", "8"],
-                   cwd=folder, check=True, capture_output=True)  # fmt: skip
+    assert run_prep("save-init", "./model", "--out", "init", "--pad-vocab", "8", cwd=folder).returncode == 0
     return KillSetup(folder)
 
 
@@ -96,11 +93,14 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def start_command(setup: KillSetup, name: str, out: str, *more: str) -> subprocess.Popen[bytes]:
+def start_command(setup: KillSetup, name: str, out: str, *more: str) -> ForkedProcess:
     """Start a command."""
-    return subprocess.Popen(
-        command_line(name, out, *more), cwd=setup.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return start_prep(*command_words(name, out, *more), cwd=setup.folder)
+
+
+def run_command(setup: KillSetup, name: str, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run a command, and return its exit code and output."""
+    return run_prep(*command_words(name, out, *more), cwd=setup.folder)
 
 
 def run_and_kill(
@@ -116,7 +116,7 @@ def run_and_kill(
         processes[index].kill()
     for process in processes:
         process.communicate(timeout=60)
-    return [process.returncode for process in processes]
+    return [process.wait() for process in processes]
 
 
 def check_killed(
@@ -151,8 +151,8 @@ def published_names(folder: Path) -> set[str]:
 
 
 def act_when_durable(
-    setup: KillSetup, name: str, out: str, act: Callable[[subprocess.Popen[bytes]], None], *more: str
-) -> subprocess.Popen[bytes]:
+    setup: KillSetup, name: str, out: str, act: Callable[[ForkedProcess], None], *more: str
+) -> ForkedProcess:
     """Run a command, and call `act` as soon as the journal of process 0 records durable bytes."""
     process = start_command(setup, name, out, *more)
     journal = setup.folder / f"{out}.partial" / ".prep" / "journal.0"

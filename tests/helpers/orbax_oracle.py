@@ -1,10 +1,13 @@
 """Save trees and open items with Orbax in every way a user may, in a separate process with eight devices.
 
-Usage: orbax_oracle.py save FOLDER            save checkpoints with Orbax in several forms
-       orbax_oracle.py compare EXPECTED ITEM    open the item in every way and compare with the JSON file
-       orbax_oracle.py compare-step EXPECTED STEP    the same for a step folder with the item `state`, and its run
-       orbax_oracle.py same A B               check that two items hold the same tree
-       orbax_oracle.py v1-paths INIT RUN STEP check which paths `load_pytree` of Orbax v1 accepts
+Each line of stdin is a JSON list of a command and its paths; it is answered by a line with a JSON string: empty, or the
+traceback of a failure.
+
+save FOLDER                 save checkpoints with Orbax in several forms
+compare EXPECTED ITEM       open the item in every way and compare with the JSON file
+compare-step EXPECTED STEP  the same for a step folder with the item `state`, and its run
+same A B                    check that two items hold the same tree
+v1-paths INIT RUN STEP      check which paths `load_pytree` of Orbax v1 accepts
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +189,26 @@ def v1_paths(init: Path, run: Path, step: Path) -> None:
     assert {"params", "opt_state"} <= set(restored)
 
 
+COMMANDS: dict[str, Callable[..., None]] = {
+    "save": save,
+    "compare": compare_item,
+    "compare-step": compare_step,
+    "same": same,
+    "v1-paths": v1_paths,
+}
+
+
+def answer(line: str) -> str:
+    """Run the command of a line; return the traceback of its failure, or an empty string."""
+    command, *paths = json.loads(line)
+    try:
+        COMMANDS[command](*map(Path, paths))
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
 if __name__ == "__main__":
-    command, *paths = sys.argv[1:]
-    {"save": save, "compare": compare_item, "compare-step": compare_step, "same": same, "v1-paths": v1_paths}[command](
-        *(Path(path).absolute() for path in paths)
-    )
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        print(json.dumps(answer(line)), file=answers, flush=True)

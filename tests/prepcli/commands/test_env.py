@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.env import env
+from tests.helpers.fork_server import PREP, run_python
 
 PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 
@@ -19,13 +20,8 @@ PREFIXES = ("HF_", "PREP_", "HUGGING", "XDG_", "TRANSFORMERS_", "NO_COLOR")
 def settings_with(**variables: str) -> tuple[dict[str, tuple[str, str]], str]:
     """Return each setting's value and source, and all output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
-    process = subprocess.run(
-        [sys.executable, "-m", "prepcli", "env", "--json"],
-        env={**inherited, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    process = run_python(PREP, "env", "--json", env={**inherited, **variables})
+    assert process.returncode == 0
     settings = json.loads(process.stdout)["settings"]
     return {
         setting["name"]: (setting["value"], setting["source"]) for setting in settings

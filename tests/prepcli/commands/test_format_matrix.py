@@ -43,9 +43,10 @@ CASES = [(dtype, source, sink) for dtype in DTYPES for source, sink in PAIRS]
 
 
 def is_fast(case: tuple[str, str, str]) -> bool:
-    """Return whether the default suite has the case: the dtypes take turns along the sources and the sinks."""
+    """Return whether the default suite has the case: every second pair, and the dtypes take turns along the pairs."""
     dtype, source, sink = case
-    return dtype == DTYPES[(SOURCES.index(source) + list(SINKS).index(sink)) % len(DTYPES)]
+    turn, is_odd = divmod(SOURCES.index(source) + list(SINKS).index(sink), 2)
+    return not is_odd and dtype == DTYPES[turn % len(DTYPES)]
 
 
 def make_formats(root: Path, dtype: str) -> Path:

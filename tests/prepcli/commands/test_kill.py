@@ -6,13 +6,13 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.fork_server import ForkedProcess, run_prep, start_prep
 from tests.helpers.killing import (
     COMMANDS,
     ONE_PROCESS,
@@ -20,8 +20,8 @@ from tests.helpers.killing import (
     KillSetup,
     act_when_durable,
     check_killed,
-    command_line,
     read_files,
+    run_command,
 )
 
 
@@ -43,9 +43,7 @@ def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
     process.wait(timeout=60)
     if process.returncode != -signal.SIGKILL:
         pytest.fail("the run ended before its journal was seen: make the model larger")
-    rerun = subprocess.run(
-        command_line("save-init", "again", "--json"), cwd=setup.folder, capture_output=True, text=True
-    )
+    rerun = run_command(setup, "save-init", "again", "--json")
     assert rerun.returncode == 0
     assert "resuming again.partial" in rerun.stderr
     nbytes = json.loads(rerun.stdout)["bytes"]
@@ -63,18 +61,16 @@ def test_signal_exits_with_its_code_and_a_hint_to_resume(setup: KillSetup, numbe
     assert process.returncode == code
     assert b"to resume: `prep export init" in err
     assert not (setup.folder / out).exists()
-    subprocess.run(command_line("export", out), cwd=setup.folder, check=True, capture_output=True)
+    assert run_command(setup, "export", out).returncode == 0
     assert read_files(setup.folder / out) == setup.expected_files("export")
 
 
 def test_second_process_on_one_output_is_rejected(setup: KillSetup):
     second: list[subprocess.CompletedProcess[str]] = []
 
-    def start(process: subprocess.Popen[bytes]) -> None:
+    def start(process: ForkedProcess) -> None:
         process.send_signal(signal.SIGSTOP)
-        second.append(
-            subprocess.run(command_line("save-init", "two"), cwd=setup.folder, capture_output=True, text=True)
-        )
+        second.append(run_command(setup, "save-init", "two"))
         process.send_signal(signal.SIGCONT)
 
     process = act_when_durable(setup, "save-init", "two", start)
@@ -87,8 +83,8 @@ def test_second_process_on_one_output_is_rejected(setup: KillSetup):
 
 def test_source_change_between_runs_is_an_error(setup: KillSetup):
     shutil.copytree(setup.folder / "init", setup.folder / "edited")
-    export = [sys.executable, "-m", "prepcli", "export", "edited", "--out", "edited-hf", "--memory", "32MiB"]
-    process = subprocess.Popen(export, cwd=setup.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    export = ["export", "edited", "--out", "edited-hf", "--memory", "32MiB"]
+    process = start_prep(*export, cwd=setup.folder)
     while process.poll() is None and not (setup.folder / "edited-hf.partial/.prep/run.json").exists():
         time.sleep(0.001)
     process.kill()
@@ -97,7 +93,7 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
     with largest.open("r+b") as file:
         file.seek(5000)
         file.write(b"x")
-    again = subprocess.run(export, cwd=setup.folder, capture_output=True, text=True)
+    again = run_prep(*export, cwd=setup.folder)
     assert again.returncode == 1
     assert "edited-hf.partial belongs to another run" in again.stderr
     assert "the source has changed since" in again.stderr
@@ -115,7 +111,7 @@ def kill_when_durable(setup: KillSetup, out: str) -> Path:
 def test_resume_rewrites_a_damaged_data_file(setup: KillSetup, damage: Callable[[Path], object]):
     partial = kill_when_durable(setup, "spoiled")
     damage(next((partial / "d").iterdir()))
-    again = subprocess.run(command_line("save-init", "spoiled"), cwd=setup.folder, capture_output=True, text=True)
+    again = run_command(setup, "save-init", "spoiled")
     assert again.returncode == 0
     assert "spoiled.partial are damaged: writing them again" in again.stderr
     assert read_files(setup.folder / "spoiled") == setup.expected_files("save-init")
@@ -126,12 +122,12 @@ def test_killed_restart_leaves_no_false_journal(setup: KillSetup):
     partial = kill_when_durable(setup, "cleared")
     (partial / ".prep/journal.0").unlink()  # the first step of a restart
     next((partial / "d").iterdir()).unlink()
-    subprocess.run(command_line("save-init", "cleared"), cwd=setup.folder, check=True, capture_output=True)
+    assert run_command(setup, "save-init", "cleared").returncode == 0
     assert read_files(setup.folder / "cleared") == setup.expected_files("save-init")
 
 
 def test_output_name_taken_meanwhile_is_kept(setup: KillSetup):
-    def take(_: subprocess.Popen[bytes]) -> None:
+    def take(_: ForkedProcess) -> None:
         (setup.folder / "taken").mkdir()
         (setup.folder / "taken/thesis.txt").write_text("years of work")
 
@@ -141,5 +137,5 @@ def test_output_name_taken_meanwhile_is_kept(setup: KillSetup):
     assert b"taken exists" in err
     assert (setup.folder / "taken/thesis.txt").read_text() == "years of work"
     shutil.rmtree(setup.folder / "taken")
-    subprocess.run(command_line("save-init", "taken"), cwd=setup.folder, check=True, capture_output=True)
+    assert run_command(setup, "save-init", "taken").returncode == 0
     assert read_files(setup.folder / "taken") == setup.expected_files("save-init")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import chdir
@@ -18,6 +16,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.remote import remote_files
+from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -48,14 +47,14 @@ class StoreSite:
         captured = self.capsys.readouterr()
         return self._parse(captured.out, captured.err)
 
-    def start_prep(self, *arguments: str) -> subprocess.Popen[str]:
+    def start_prep(self, *arguments: str) -> ForkedProcess:
         """Start a command in its own process."""
-        command = [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return start_python(PREP_SCRIPT, *arguments, "--json")
 
     def run_process(self, *arguments: str) -> dict[str, Any]:
         """Run a command in its own process, and return its JSON."""
-        return self._parse(*self.start_prep(*arguments).communicate())
+        out, err = self.start_prep(*arguments).communicate()
+        return self._parse(out.decode(), err.decode())
 
     def _parse(self, out: str, err: str) -> dict[str, Any]:
         assert "secret" not in out + err, "the token leaked"

@@ -17,12 +17,13 @@ import pytest
 from prepcli.engine.pipeline import PipelineResult
 from prepcli.execution import execute
 from prepcli.execution.coordination import ConversionTask, WaitOptions
+from tests.helpers.fork_server import PREP, ForkedProcess, run_prep, start_prep, start_python
 from tests.helpers.killing import (
     COMMANDS,
     SEVERAL_PROCESSES,
     KillSetup,
     check_killed,
-    command_line,
+    command_words,
     read_files,
     start_command,
 )
@@ -30,7 +31,7 @@ from tests.helpers.run_cli import run_failing
 from tests.helpers.slow_cases import slow_except
 
 
-def wait_for_exit(*processes: subprocess.Popen[bytes], code: int = 0) -> list[tuple[str, str]]:
+def wait_for_exit(*processes: ForkedProcess, code: int = 0) -> list[tuple[str, str]]:
     """Wait until the processes have ended with the code; return stdout and stderr of each."""
     outputs = []
     for process in processes:
@@ -44,7 +45,7 @@ def run(setup: KillSetup, name: str, out: str, *more: str, code: int = 0) -> tup
     return wait_for_exit(start_command(setup, name, out, *more), code=code)[0]
 
 
-def wait_until(condition, process: subprocess.Popen[bytes]) -> None:
+def wait_until(condition, process: ForkedProcess) -> None:
     """Wait until the condition holds; fail if the process ends before."""
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -103,11 +104,10 @@ def test_workers_import_no_code_from_the_current_folder(setup: KillSetup):
 
 def test_share_comes_from_the_launchers_variables(setup: KillSetup):
     processes = [
-        subprocess.Popen(
-            command_line("export", "out"),
+        start_python(
+            PREP,
+            *command_words("export", "out"),
             cwd=setup.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(index)},
         )
         for index in range(2)
@@ -129,7 +129,6 @@ def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
         process = start_command(setup, "save-init", "out", "--processes", f"3/{index}")
         journal = partial / f".prep/journal.{index}"
         wait_until(lambda path=journal: path.exists() and path.read_bytes().count(b"\n") > 2, process)
-        process.stderr = None
         time.sleep(1.0)
         process.kill()
         process.wait(timeout=60)
@@ -150,10 +149,9 @@ def test_late_process_keeps_the_published_output(setup: KillSetup):
     shutil.rmtree(setup.folder / "out")
 
 
-def start_waiting_process(setup: KillSetup, out: str, share: str) -> subprocess.Popen[bytes]:
+def start_waiting_process(setup: KillSetup, out: str, share: str) -> ForkedProcess:
     """Start a process, and return it once it has moved its share and waits for its peers."""
     process = start_command(setup, "save-init", out, "--processes", share)
-    assert process.stderr is not None
     for line in process.stderr:
         if b"waiting for" in line:
             return process
@@ -184,18 +182,14 @@ def test_failed_process_reports_to_its_peers(setup: KillSetup):
         file.seek(largest.stat().st_size // 2)
         file.write(b"\x55" * 64)
     words = ["export", "rotten", "--out", "out", "--progress", "none"]
-    processes = [
-        subprocess.Popen([*command_line("export", "out")[:3], *words, "--processes", share], cwd=setup.folder,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE) for share in shares(2)
-    ]  # fmt: skip
+    processes = [start_prep(*words, "--processes", share, cwd=setup.folder) for share in shares(2)]
     errors = sorted((err for _, err in wait_for_exit(*processes, code=1)), key=len)
     assert "rotten is damaged" in errors[0]
     assert "process 0 failed:" in errors[1] or "process 1 failed:" in errors[1]
     assert "rotten is damaged" in errors[1]
     assert not (setup.folder / "out").exists()
-    _, err = wait_for_exit(subprocess.Popen([*command_line("export", "x")[:3], *words, "--restart", "--workers", "2"],
-                   cwd=setup.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE), code=1)[0]  # fmt: skip
-    assert err.count("rotten is damaged") == 1
+    workers = run_prep(*words, "--restart", "--workers", "2", cwd=setup.folder)
+    assert (workers.returncode, workers.stderr.count("rotten is damaged")) == (1, 1)
     shutil.rmtree(setup.folder / "out.partial")
 
 
@@ -227,7 +221,7 @@ def test_source_change_while_waiting_is_an_error(
 # Workers and signals
 
 
-def children(process: subprocess.Popen[bytes]) -> list[int]:
+def children(process: ForkedProcess) -> list[int]:
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     return [int(number) for number in listed.read_text().split()]
 
@@ -247,7 +241,7 @@ def check_gone(workers: list[int]) -> None:
         time.sleep(0.01)
 
 
-def start_with_stopped_workers(setup: KillSetup, out: str) -> tuple[subprocess.Popen[bytes], list[int]]:
+def start_with_stopped_workers(setup: KillSetup, out: str) -> tuple[ForkedProcess, list[int]]:
     """Start a command with two workers, and stop the workers by SIGSTOP."""
     process = start_command(setup, "save-init", out, "--workers", "3", "--memory", "300MiB")
     wait_until(lambda: len(children(process)) == 2, process)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.execution.hub_push import PushTarget, parse_push_target
+from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
+from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import make_checkpoint
-
-PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,7 @@ class Runner:
     def __call__(self, *arguments: str, token: str = TOKEN, **variables: str) -> dict[str, Any]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
         hub_variables = hub_environment(self.hub.url, self.cwd / "home") | ({"HF_TOKEN": token} if token else {})
-        process = subprocess.run(
-            [sys.executable, "-c", PREP, *arguments, "--json"],
-            env=inherited | hub_variables | variables,
-            cwd=self.cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        process = run_python(PREP, *arguments, "--json", cwd=self.cwd, env=inherited | hub_variables | variables)
         assert "hf_" not in process.stdout + process.stderr, "the token leaked"
         return json.loads(process.stdout)
 
@@ -49,8 +40,7 @@ def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make an init checkpoint with prep."""
     folder = tmp_path_factory.mktemp("init")
     make_checkpoint(folder / "m")
-    process = subprocess.run([sys.executable, "-c", PREP, "save-init", "./m"], cwd=folder, check=False)
-    assert process.returncode == 0
+    run_ok("save-init", str(folder / "m"), "--out", str(folder / "m-init"))
     return folder / "m-init"
 
 

@@ -52,7 +52,7 @@ def flip_all_bytes(partial: Path) -> None:
         path.write_bytes(bytes(byte ^ 1 if byte else 0 for byte in path.read_bytes()))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ("pad-vocab", "export", "compress")))
 def test_resume_rewrites_flipped_bytes(sources: FaultSources, capsys, monkeypatch, name: str):
     expected, partial = sources.expected(COMMANDS[name]), run_until_killed(monkeypatch, COMMANDS[name], syncs=5)
     shutil.copytree(partial, "before")

@@ -37,12 +37,10 @@ BASES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt_neo": GPT_NEO, "llama": L
 DTYPES = ("float32", "float16", "bfloat16")
 FORMS = [(name, dtype, tied) for name in BASES for dtype in DTYPES for tied in (True, False)]
 FAST_FORMS = [
-    ("gpt2", "float32", True),
     ("gpt2", "bfloat16", False),
     ("gpt_neo", "float16", True),
-    ("gpt_neo", "float32", False),
     ("llama", "bfloat16", True),
-    ("llama", "float16", False),
+    ("llama", "float32", False),
 ]
 
 

@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.tiny_checkpoints import make_checkpoint
@@ -44,15 +43,8 @@ class HubSite:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
         return inherited | self.hub.environment(self.cwd / "home") | {"HF_TOKEN": "hf_secret"}
 
-    def start_prep(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", PREP_SCRIPT, *arguments, "--json"],
-            env=self.environment | variables,
-            cwd=self.cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start_prep(self, *arguments: str, **variables: str) -> ForkedProcess:
+        return start_python(PREP_SCRIPT, *arguments, "--json", cwd=self.cwd, env=self.environment | variables)
 
     def run_prep(self, *arguments: str, **variables: str) -> dict[str, Any]:
         out, _ = self.start_prep(*arguments, **variables).communicate()

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,21 @@ from tests.helpers.orbax_items import NOW_NS, random_array, write_item
 ORACLE = Path(__file__).parents[2] / "helpers" / "orbax_oracle.py"
 
 
+@cache
+def start_oracle() -> subprocess.Popen[str]:
+    """Start the process that runs the commands of all tests; it ends with this process."""
+    return subprocess.Popen([sys.executable, ORACLE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def run_orbax(command: str, *paths: Path) -> None:
-    run = subprocess.run([sys.executable, ORACLE, command, *paths], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    oracle = start_oracle()
+    assert oracle.stdin
+    assert oracle.stdout
+    oracle.stdin.write(json.dumps([command, *(str(path.absolute()) for path in paths)]) + "\n")
+    oracle.stdin.flush()
+    answer = oracle.stdout.readline()
+    assert answer, "the oracle has ended"
+    assert not json.loads(answer), json.loads(answer)
 
 
 def expect(path: Path, arrays: dict[ArrayMeta, np.ndarray]) -> Path:

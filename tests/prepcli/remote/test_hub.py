@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 from prepcli.sources.hub_folders import files_to_download
+from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, hub_environment, serve_hub
 
 WEIGHTS = save({"a": np.arange(3000, dtype=np.float32)})
@@ -84,14 +83,8 @@ class LocateRunner:
     def locate_all(self, names: Sequence[str], *options: str, **variables: str) -> list[Answer]:
         """Locate several models, one after another in one process."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
-        process = subprocess.run(
-            [sys.executable, "-c", SCRIPT, json.dumps(names), *options],
-            env={**inherited, **self.variables, **variables},
-            cwd=self.cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        environment = {**inherited, **self.variables, **variables}
+        process = run_python(SCRIPT, json.dumps(names), *options, cwd=self.cwd, env=environment)
         assert (process.returncode, process.stderr) == (0, "")
         return [json.loads(line) for line in process.stdout.splitlines()]
 
@@ -185,7 +178,7 @@ def test_download_explains_http_errors(run_locate: LocateRunner) -> None:
                   "try again later; a download continues where it stopped", 1],
         "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1],
     }  # fmt: skip
-    answers = run_locate.locate_all([*expected])
+    answers = run_locate.locate_all([*expected], PREP_TIMEOUT="2")  # retries of HTTP 503 wait 1.4 s
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 

@@ -90,7 +90,7 @@ def test_loop_takes_all_steps(uninterrupted: FinishedRun):
     assert uninterrupted.callbacks.lines[-1]["tokens"] == STEPS * 8 * runs.LENGTH
 
 
-@pytest.mark.parametrize("stop", slow_except(range(1, STEPS), (1, 5, 6, 19)))  # an epoch ends in step 6
+@pytest.mark.parametrize("stop", slow_except(range(1, STEPS), (1, 6)))  # an epoch ends in step 6
 def test_loop_resumes_bit_exactly_after_any_step(
     stop: int, setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):

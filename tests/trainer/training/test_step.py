@@ -54,7 +54,7 @@ def test_train_step_decreases_loss(one_device_losses: np.ndarray):
             ("fsdp:2,mp:2,sp:2", 1, {}),
             ("", 4, {}),
         ],
-        lambda case: case[0] in ("2,2,2", "fsdp:2,mp:2,sp:2"),
+        lambda case: case[0] == "fsdp:2,mp:2,sp:2",  # test_loop accumulates gradients on a mesh
     ),
 )
 def test_losses_do_not_depend_on_mesh_or_micro_batches(

@@ -22,6 +22,7 @@ from trainer.nn.position_encoding import relative_position_buckets
 from trainer.nn.score_bias import ScoreBias
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
+SEEDS = (0, 4, 5, 8, 9, 12, 14, 50)  # their problems have every window, chunk size, mask, bias and softcap
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +203,14 @@ def check_draw(seed: int) -> None:
         assert (abs(np.asarray(actual, np.float64) - reference) <= bounds[name] + 1e-30).all(), (seed, name)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_output_and_gradients_match_float64(seed: int):
     check_draw(seed)
 
 
 @pytest.mark.slow
 def test_output_and_gradients_match_float64_often():
-    for seed in range(24, 600):
+    for seed in range(600):
         check_draw(seed)
         if seed % 50 == 0:
             jax.clear_caches()

@@ -1,0 +1,206 @@
+"""Processes that run commands or scripts, forked from a process that has already imported prep.
+
+A new interpreter spends most of the time of a small command on imports. Use `start_prep` where the command is the
+subject of a test, and `subprocess` where the start of the interpreter is. The server imports neither huggingface_hub,
+which reads environment variables on import, nor jax, which starts threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = (
+    "numpy",
+    "prepcli.cli.main",
+    "prepcli.commands.export",
+    "prepcli.commands.inspect",
+    "prepcli.commands.pad_vocab",
+    "prepcli.commands.push",
+    "prepcli.commands.save_init",
+    "prepcli.commands.verify",
+    "pydantic.type_adapter",
+    "zstandard",
+)
+PRELOADED_IF_INSTALLED = ("filelock", "httpx", "httpx2", "tqdm.auto", "truststore", "yaml")  # by huggingface_hub
+PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
+MAX_REQUEST_NBYTES = 1 << 17
+MAX_FD = 256
+
+
+class ForkedProcess:
+    """A forked command, with the part of the interface of `subprocess.Popen[bytes]` that tests use."""
+
+    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes], *, status: socket.socket) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.returncode: int | None = None
+        self._status = status
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._read_code(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code and return it."""
+        code = self._read_code(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("prep", timeout or 0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Read stdout and stderr to their ends, wait for the exit code, and return both outputs."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        outputs = {self.stdout: b"", self.stderr: b""}
+        unfinished = [stream for stream in outputs if not stream.closed]
+        while unfinished:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select(unfinished, [], [], remaining)
+            if not ready:
+                raise subprocess.TimeoutExpired("prep", timeout or 0)
+            for stream in ready:
+                data = os.read(stream.fileno(), 1 << 16)
+                outputs[stream] += data
+                if not data:
+                    unfinished.remove(stream)
+                    stream.close()
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return outputs[self.stdout], outputs[self.stderr]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL unless the process has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read_code(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            self.returncode = int(self._status.recv(16))
+            self._status.close()
+        return self.returncode
+
+
+def start_python(
+    script: str, *words: str, cwd: str | os.PathLike[str] = ".", env: Mapping[str, str] | None = None
+) -> ForkedProcess:
+    """Start a script with the arguments `words` in a folder, like `python -c`."""
+    variables = dict(os.environ if env is None else env)
+    request = {"script": script, "words": words, "cwd": os.path.abspath(cwd), "env": variables}
+    status, status_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    ends = (out_end, err_end, status_of_server.detach())
+    socket.send_fds(_connect(os.getpid()), [json.dumps(request).encode()], ends)
+    for end in ends:
+        os.close(end)
+    pid = int(status.recv(16))
+    return ForkedProcess(pid, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0), status=status)
+
+
+def run_python(
+    script: str, *words: str, cwd: str | os.PathLike[str] = ".", env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as `start_python` does, and return its exit code and output."""
+    process = start_python(script, *words, cwd=cwd, env=env)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess([*words], process.wait(), out.decode(), err.decode())
+
+
+def start_prep(*words: str, cwd: str | os.PathLike[str]) -> ForkedProcess:
+    """Start `prep WORDS` in a folder."""
+    return start_python(PREP, *words, cwd=cwd)
+
+
+def run_prep(*words: str, cwd: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
+    """Run `prep WORDS` in a folder, and return its exit code and output."""
+    return run_python(PREP, *words, cwd=cwd)
+
+
+@cache
+def _connect(pid: int) -> socket.socket:
+    """Return the connection of the process `pid` to its own server, which ends when that process does."""
+    requests, requests_of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with requests_of_server:
+        fd = requests_of_server.fileno()
+        server = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(fd)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C does not end the server before its client
+        )
+    atexit.register(_stop, requests, server)
+    return requests
+
+
+def _stop(requests: socket.socket, server: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    server.wait()
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork a process for each request, and report its process id and later its exit code."""
+    for name in (*PRELOADED, *filter(_is_installed, PRELOADED_IF_INSTALLED)):
+        importlib.import_module(name)
+    running: dict[int, tuple[int, int]] = {}  # pidfd -> process id and socket for its exit code
+    while True:
+        ready, _, _ = select.select([requests.fileno(), *running], [], [])
+        for pidfd in {*ready} & {*running}:
+            pid, status = running.pop(pidfd)
+            _send(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os.close(status)
+            os.close(pidfd)
+        if requests.fileno() in ready:
+            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, 3)
+            if not data:
+                return
+            pid, status = _fork(json.loads(data), *fds)
+            running[os.pidfd_open(pid)] = pid, status
+
+
+def _fork(request: dict[str, Any], out: int, err: int, status: int) -> tuple[int, int]:
+    """Return the process id of a new process and the socket for its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.closerange(3, MAX_FD)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["env"])
+        sys.argv = ["-c", *request["words"]]
+        exec(compile(request["script"], "<script>", "exec"), {"__name__": "__main__"})
+        raise SystemExit(0)
+    os.close(out)
+    os.close(err)
+    _send(status, pid)
+    return pid, status
+
+
+def _send(fd: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the client does not wait for this process
+        os.write(fd, str(number).encode())
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
