@@ -27,7 +27,7 @@ class LossSums(NamedTuple):
     """Sums over tokens, float32 [] each.
 
     Attributes:
-        loss: Weighted cross entropy.
+        loss: Weighted loss of tokens.
         weight: Token weights.
         correct: Token weights where the most likely token is the target.
     """
@@ -35,6 +35,23 @@ class LossSums(NamedTuple):
     loss: Array
     weight: Array
     correct: Array
+
+
+class LossTerms(NamedTuple):
+    """Terms of a token's loss besides the cross entropy.
+
+    Attributes:
+        z_loss: Coefficient of log(Z)^2, where Z is the sum of the exponentials of a token's logits (PaLM,
+            arXiv:2204.02311, section 5).
+        label_smoothing: Share of the target distribution that is uniform over the true vocabulary, in [0, 1)
+            (arXiv:1512.00567, section 7).
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+NO_LOSS_TERMS = LossTerms()
 
 
 class LMHead(NamedTuple):
@@ -45,12 +62,14 @@ class LMHead(NamedTuple):
         chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         logit_softcap: Bound of logits; `NO_SOFTCAP` for none.
+        loss_terms: Terms of the loss besides the cross entropy.
     """
 
     true_vocab_size: int
     chunk_size: int
     sharding: ShardingContext
     logit_softcap: float = NO_SOFTCAP
+    loss_terms: LossTerms = NO_LOSS_TERMS
 
 
 def project_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None = None) -> Array:
@@ -72,13 +91,13 @@ def _softcap_and_mask(logits: Array, head: LMHead) -> Array:
     vocab_rows = logits.shape[-1]
     if head.true_vocab_size == vocab_rows:
         return logits
-    return jnp.where(jnp.arange(vocab_rows) < head.true_vocab_size, logits, MASKED_LOGIT)
+    return jnp.where(_is_true_token(logits, head), logits, MASKED_LOGIT)
 
 
 def loss_sums(
     hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
 ) -> LossSums:
-    """Compute the summed cross entropy in chunks of tokens.
+    """Compute the summed loss in chunks of tokens.
 
     Tokens of weight 0 are ignored: their targets and hidden states may be arbitrary, even infinite.
 
@@ -117,7 +136,7 @@ def _chunked_loss_primal(
     """Compute the loss sum and the sum of correct tokens."""
 
     def add_chunk(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, None]:
-        chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk)
+        chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk, head)
         return (sums[0] + chunk_sums[0], sums[1] + chunk_sums[1]), None
 
     return lax.scan(add_chunk, _zero_sums(), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))[0]
@@ -136,7 +155,7 @@ def _chunked_loss_fwd(
         x = chunk[0]
         linear_logits = _linear_logits(x, weight, head, bias)
         logits = _softcap_and_mask(linear_logits, head)
-        sums, log_z = _chunk_sums(logits, chunk)
+        sums, log_z = _chunk_sums(logits, chunk, head)
         dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
         dbias = None if dbias is None else dbias + dlogits.sum((0, 1))
         dlogits = dlogits.astype(x.dtype)
@@ -172,14 +191,19 @@ def _zero_sums() -> _Sums:
     return zero, zero
 
 
-def _chunk_sums(logits: Array, chunk: _Chunk) -> tuple[_Sums, Array]:
+def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Array]:
     """Compute the sums of a chunk from its logits [B, C, V], and log_z [B, C], the logarithm of the softmax sum."""
     _, target, token_weight = chunk
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # a masked sum instead of a gather, because the mesh may split the vocabulary
-    target_logit = jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
+    token_loss = log_z - jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
+    if (smoothing := head.loss_terms.label_smoothing) > 0:
+        uniform_loss = log_z - jnp.where(_is_true_token(logits, head), logits, 0.0).sum(-1) / head.true_vocab_size
+        token_loss = (1 - smoothing) * token_loss + smoothing * uniform_loss
+    if head.loss_terms.z_loss > 0:
+        token_loss = token_loss + head.loss_terms.z_loss * jnp.square(log_z)
     is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
-    loss = jnp.where(is_counted, token_weight * (log_z - target_logit), 0.0).sum()
+    loss = jnp.where(is_counted, token_weight * token_loss, 0.0).sum()
     correct = jnp.where(is_counted & (logits.argmax(-1) == target), token_weight, 0.0).sum()
     return (loss, correct), log_z
 
@@ -187,10 +211,20 @@ def _chunk_sums(logits: Array, chunk: _Chunk) -> tuple[_Sums, Array]:
 def _logit_gradients(logits: Array, linear_logits: Array, log_z: Array, chunk: _Chunk, head: LMHead) -> Array:
     """Compute the gradient of a chunk's loss by its logits before the softcap, float32 [B, C, V]."""
     _, target, token_weight = chunk
-    dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, target)
+    probabilities, terms = jnp.exp(logits - log_z[..., None]), head.loss_terms
+    if terms.z_loss > 0:
+        probabilities = probabilities * (1.0 + 2.0 * terms.z_loss * log_z[..., None])
+    dlogits = probabilities - (1 - terms.label_smoothing) * _is_target(logits, target)
+    if terms.label_smoothing > 0:
+        dlogits = dlogits - terms.label_smoothing / head.true_vocab_size * _is_true_token(logits, head)
     if head.logit_softcap != NO_SOFTCAP:
         dlogits = dlogits * (1.0 - jnp.square(jnp.tanh(linear_logits / head.logit_softcap)))
     return jnp.where(token_weight[..., None] > 0, dlogits * token_weight[..., None], 0.0)
+
+
+def _is_true_token(logits: Array, head: LMHead) -> Array:
+    """Return bool [V], false for padding."""
+    return jnp.arange(logits.shape[-1]) < head.true_vocab_size
 
 
 def _is_target(logits: Array, target: Array) -> Array:

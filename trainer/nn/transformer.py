@@ -25,7 +25,7 @@ from trainer.nn.block import block, shard_residual
 from trainer.nn.context import LayerContext
 from trainer.nn.layer_stack import LAYER_SCORE_SCALE, LayerCarry, layer_weights, run_layers, with_score_scales
 from trainer.nn.linear import linear
-from trainer.nn.lm_head import LMHead, LossSums
+from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import rotary_cos_sin
@@ -280,7 +280,13 @@ def logits_from_hidden(params: Tree, x: Array, model: ModelSpec, forward_config:
     return lm_head.project_logits(x, weight, head, _lm_head_bias(params))
 
 
-def loss_sums(params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig) -> LossSums:
+def loss_sums(
+    params: Tree,
+    batch: Mapping[str, Array],
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    loss_terms: LossTerms = NO_LOSS_TERMS,
+) -> LossSums:
     """Compute the summed loss of a batch.
 
     Args:
@@ -289,6 +295,7 @@ def loss_sums(params: Tree, batch: Mapping[str, Array], model: ModelSpec, forwar
             a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding.
         model: The model.
         forward_config: Execution options.
+        loss_terms: Terms of the loss besides the cross entropy.
 
     Returns:
         float32 sums over the tokens of the batch.
@@ -298,7 +305,7 @@ def loss_sums(params: Tree, batch: Mapping[str, Array], model: ModelSpec, forwar
         encoder_output = encode(params, batch["source"], model, forward_config, batch["present"] != 0)
     x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output)
     x = forward_config.sharding.constrain(x, "batch", "seq", "embed")
-    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
+    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
     return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
 

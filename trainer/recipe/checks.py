@@ -56,7 +56,9 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield numbers that int32 or float32 cannot hold."""
     for key in keys_of(recipe):
         value = value_of(recipe, key)
-        if not isinstance(value, int | float) or not (key in INT32_KEYS or key.startswith(("batch.", "optimizer."))):
+        if not isinstance(value, int | float) or not (
+            key in INT32_KEYS or key.startswith(("batch.", "optimizer.", "loss."))
+        ):
             continue
         maximum = MAX_INT32 if isinstance(value, int) else MAX_FLOAT32
         if value > maximum:

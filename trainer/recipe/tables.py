@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from trainer.recipe.key_types import (
     STRICT,
+    NonNegativeFloat,
     NonNegativeInt,
     Paths,
     PathText,
@@ -175,6 +176,23 @@ class Batch(BaseModel):
     )
 
 
+class Loss(BaseModel):
+    """Terms of the training loss besides the cross entropy. Evaluation does not have them."""
+
+    model_config = STRICT
+
+    z_loss: NonNegativeFloat = Field(
+        default=0.0,
+        description="coefficient of log(Z)^2, with the sum Z of the exponentials of a token's logits",
+        examples=[1e-4],
+    )
+    label_smoothing: UnitInterval = Field(
+        default=0.0,
+        description="share of the target distribution that is uniform over the vocabulary",
+        examples=[0.1],
+    )
+
+
 class Train(BaseModel):
     """The length of the run, and how often it logs and evaluates. Set either `steps` or `epochs`."""
 
@@ -256,6 +274,7 @@ class Recipe(BaseModel):
     data: Data
     batch: Batch
     optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
+    loss: Loss = Loss()
     train: Train
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()

@@ -18,6 +18,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
@@ -281,8 +282,9 @@ def build_job(
             recipe.model.attention_kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size
         ),
     )
+    loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
     return Job(
-        setup=StepSetup(model, forward_config, optimizer, shape.accumulate),
+        setup=StepSetup(model, forward_config, optimizer, shape.accumulate, loss_terms),
         steps=steps,
         order=order,
         train=datasets.train,

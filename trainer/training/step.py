@@ -18,6 +18,7 @@ from jax import Array, lax
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
+from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.feed import TokenBatch
 from trainer.training.optimizers.optimizer import Optimizer
@@ -35,12 +36,14 @@ class StepSetup:
         forward_config: Execution options of the forward pass.
         optimizer: The optimizer.
         accumulate: Number of micro-batches per batch.
+        loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
     """
 
     model: ModelSpec
     forward_config: ForwardConfig
     optimizer: Optimizer
     accumulate: int = 1
+    loss_terms: LossTerms = NO_LOSS_TERMS
 
     @property
     def sharding(self) -> ShardingContext:
@@ -148,7 +151,7 @@ def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> 
     """Compute the float32 sums of gradients and of loss, weights and correct tokens over all micro-batches."""
 
     def summed_loss(params: Tree, micro_batch: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        sums = transformer.loss_sums(params, micro_batch, setup.model, setup.forward_config)._asdict()
+        sums = transformer.loss_sums(params, micro_batch, setup.model, setup.forward_config, setup.loss_terms)._asdict()
         return sums["loss"], sums
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)

@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from prepcli.testing.tiny_transformers import relative_error
 from trainer.distributed.sharding import ShardingContext
-from trainer.nn.lm_head import LMHead, LossSums, loss_sums, project_logits
+from trainer.models.architecture import NO_SOFTCAP
+from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums, project_logits
 
 ONE_DEVICE = ShardingContext()
 D = 5
@@ -104,6 +105,35 @@ def test_chunked_loss_matches_naive_loss(case: dict[str, Any]):
     np.testing.assert_allclose(gradients[0], dhidden, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients[1], dweight, rtol=1e-4, atol=2e-5)
     assert not np.any(gradients[1][case["vocab"] :])
+
+
+@pytest.mark.parametrize("terms", [LossTerms(z_loss=0.3), LossTerms(label_smoothing=0.2), LossTerms(0.05, 0.9)])
+@pytest.mark.parametrize("softcap", [NO_SOFTCAP, 2.0])
+def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
+    """Values by float64 formulas, gradients by central differences of the loss."""
+    case = {"rows": 2, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0, 3.0], "ignored_target": 0, "seed": 4}
+    hidden, weight, targets, token_weights = make_arrays(case)
+
+    def exact_loss(x: np.ndarray, w: np.ndarray) -> float:
+        logits = (x.astype(np.float64) @ w.astype(np.float64).T)[..., :6]
+        logits = softcap * np.tanh(logits / softcap) if softcap != NO_SOFTCAP else logits
+        log_z = np.log(np.exp(logits).sum(-1))
+        smoothed = (1 - terms.label_smoothing) * np.eye(6)[targets] + terms.label_smoothing / 6
+        losses = -(smoothed * (logits - log_z[..., None])).sum(-1) + terms.z_loss * log_z**2
+        return float((losses * token_weights).sum())
+
+    head = LMHead(6, 3, ONE_DEVICE, softcap, terms)
+    sums, gradients = compiled_sums_and_gradients(hidden, weight, targets, jnp.asarray(token_weights), head)
+    assert float(sums.loss) == pytest.approx(exact_loss(hidden, weight), rel=1e-5)
+    for index in np.ndindex(weight.shape):
+        change = np.zeros(weight.shape)
+        change[index] = 1e-5
+        slope = (exact_loss(hidden, weight + change) - exact_loss(hidden, weight - change)) / 2e-5
+        assert float(gradients[1][index]) == pytest.approx(slope, rel=1e-3, abs=1e-4)
+    change = np.zeros(hidden.shape)
+    change[1, 2] = 1e-5
+    slope = (exact_loss(hidden + change, weight) - exact_loss(hidden - change, weight)) / 2e-5
+    assert float(gradients[0][1, 2].sum()) == pytest.approx(slope, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

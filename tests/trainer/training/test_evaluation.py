@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.data.packing import Dataset
 from trainer.nn import transformer
+from trainer.nn.lm_head import LossTerms
 from trainer.training.evaluation import EvaluationResult, evaluate, jit_eval_step
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
@@ -55,6 +57,26 @@ def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
 
 def test_evaluate_takes_the_first_rows():
     assert run_evaluate(runs.make_setup(), limit=2).num_tokens == 2 * (runs.LENGTH - 1)
+
+
+def test_loss_terms_change_training_but_not_evaluation(tmp_path: Path):
+    def first_loss_and_evaluation(name: str, loss_terms: LossTerms) -> tuple[float, float]:
+        setup = replace(runs.make_setup(), loss_terms=loss_terms)
+        callbacks = runs.RecordingCallbacks()
+        Loop(
+            runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1),
+            runs.make_state(setup),
+            store=runs.MemoryStore(),
+            metrics=MetricsWriter(tmp_path / name, 0),
+            callbacks=callbacks,
+            poll_stop_reason=runs.never_stop,
+        ).run()
+        return callbacks.lines[0]["loss"], callbacks.evaluations[0]["eval_loss"]
+
+    loss, evaluation = first_loss_and_evaluation("plain", LossTerms())
+    penalized_loss, penalized_evaluation = first_loss_and_evaluation("penalized", LossTerms(z_loss=0.5))
+    assert penalized_loss > loss + 0.1
+    assert penalized_evaluation == evaluation
 
 
 def test_evaluate_without_tokens_is_nan():
