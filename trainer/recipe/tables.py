@@ -74,6 +74,25 @@ class Model(BaseModel):
     k_chunk_size: PositiveInt | Literal[-1] = Field(
         default=512, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
     )
+    rope_scaling: dict[str, Any] | None = Field(
+        default=None,
+        description="scaling of the rotary embedding for longer contexts, with the keys of `rope_scaling` or "
+        "`rope_parameters` in a config.json; `rope_type` is default, linear, dynamic, llama3, yarn or longrope",
+        examples=[{"rope_type": "yarn", "factor": 4.0}],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
+    rope_theta: PositiveFloat | None = Field(
+        default=None,
+        description="base of the rotary frequencies; NTK-aware scaling raises it",
+        examples=[500000],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
+    max_position_embeddings: PositiveInt | None = Field(
+        default=None,
+        description="sequence length that the model with the changed rotary embedding is made for",
+        examples=[32768],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
 
 
 class Data(BaseModel):

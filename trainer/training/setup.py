@@ -17,6 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
+from trainer.models.rope_overrides import RopeOverrides, override_rope
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape
@@ -85,6 +86,21 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     return build_model(
         family_of(config), config, manifest["tied"], scan=manifest["scan"], scan_axis=manifest["scan_axis"]
     )
+
+
+def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the manifest of a start checkpoint, with the recipe's rotary embedding in its config.
+
+    The manifest of a step to resume from has it already.
+
+    Raises:
+        PrepError: The model does not support the recipe's rotary embedding (usage error).
+    """
+    model = recipe.model
+    overrides = RopeOverrides(
+        scaling=model.rope_scaling, theta=model.rope_theta, max_positions=model.max_position_embeddings
+    )
+    return {**manifest, "config": override_rope(manifest["config"], overrides)}
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:

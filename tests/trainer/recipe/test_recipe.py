@@ -161,6 +161,10 @@ NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=
 VALUES_BY_KEY = {
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
+    "model.rope_scaling": st.fixed_dictionaries(
+        {"rope_type": st.just("yarn"), "factor": st.floats(1, 64) | st.integers(1, 64)},
+        optional={"truncate": st.booleans(), "original_max_position_embeddings": st.integers(1, 2**20)},
+    ),
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
