@@ -180,7 +180,7 @@ def _open_start_checkpoint(
     from trainer.models.mesh import parse_mesh
     from trainer.models.partition import DEFAULT_RULES
     from trainer.training.preflight import check_inputs
-    from trainer.training.setup import rules_from_manifest
+    from trainer.training.setup import partition_rules
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
     sharding = make_sharding_context(mesh, DEFAULT_RULES)
@@ -195,7 +195,7 @@ def _open_start_checkpoint(
     reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
         check_restart_source(reader, folder)
-    return reader, make_sharding_context(mesh, rules_from_manifest(reader.manifest))
+    return reader, make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
 
 
 def _prepare_run(
@@ -315,9 +315,14 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
     keep = recipe.checkpoint.keep
-    mesh = str(sharding.mesh)
     with RunFolder(
-        run.folder, run.start_checkpoint, name=recipe.name, keep=keep, config=run.config, mesh=mesh
+        run.folder,
+        run.start_checkpoint,
+        name=recipe.name,
+        keep=keep,
+        config=run.config,
+        mesh=str(sharding.mesh),
+        rules=recipe.rules,
     ) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()

@@ -80,7 +80,8 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
     out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if dry_run:
         return _existing_init(out, recipe.model.path, mesh)
-    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
+    options = "".join([f"--mesh {mesh} --pad-vocab auto", *(f" --rule '{rule}'" for rule in recipe.rules or ())])
+    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init {options} --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     common = CommonOptions(
         checkpoint=recipe.model.path,
@@ -89,7 +90,7 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
         overwrite=True,  # of an init for another mesh or another model
         offline=offline,
     )
-    save_init(SaveInitRequest(common, mesh=mesh, pad_vocab="auto"), ui)
+    save_init(SaveInitRequest(common, mesh=mesh, rules=recipe.rules or (), pad_vocab="auto"), ui)
     return out
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.models.memory_estimate import SAVES_SCORES
+from trainer.models.partition import merge_rules
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
@@ -43,6 +44,7 @@ class Problem:
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
     yield from _overflow_problems(recipe)
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)

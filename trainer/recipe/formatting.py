@@ -81,7 +81,8 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         *first, last = map(to_toml, alternative["enum"])
         return f"{', '.join(first)} or {last}"
     if alternative["type"] == "array":
-        return f"a list of {TYPE_NAMES[alternative['items']['format']].removeprefix('a ')}s"
+        items = alternative["items"]
+        return f"a list of {TYPE_NAMES[items.get('format', items['type'])].removeprefix('a ')}s"
     bounds = [f"{sign} {alternative[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in alternative]
     return " ".join([TYPE_NAMES[alternative.get("format", alternative["type"])], " and ".join(bounds)]).rstrip()
 

@@ -17,6 +17,7 @@ from trainer.recipe.key_types import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    RuleTexts,
     UnitInterval,
     if_absent,
 )
@@ -253,7 +254,7 @@ class Checkpoint(BaseModel):
 
 
 class Recipe(BaseModel):
-    """Name, random seed and device mesh of the run."""
+    """Name, random seed, device mesh and partition rules of the run."""
 
     model_config = STRICT
 
@@ -270,6 +271,13 @@ class Recipe(BaseModel):
         "-1,1,1",
         description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4`; one size may be -1: all remaining devices",
         examples=["1,8,1"],
+    )
+    rules: RuleTexts | None = Field(
+        default=None,
+        description="partition rules in the notation of `--rule` of `prep save-init`, instead of the checkpoint's; "
+        "other dims have the default rules",
+        examples=[["embed=fsdp", "kv_heads=mp|none"]],
+        json_schema_extra=if_absent("the checkpoint's"),
     )
     model: Model
     data: Data

@@ -28,12 +28,13 @@ from trainer.training.optimizers import build_optimizer
 from trainer.training.step import StepSetup
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
-# The mesh and the model keys below change results only within rounding. Steps and schedule keys are checked through
-# the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
+# The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
+# through the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
         "mesh",
+        "rules",
         "model.path",
         "model.scan_layers",
         "model.remat_policy",
@@ -133,6 +134,11 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
 def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
     """Return the partition rules of a checkpoint."""
     return merge_rules(manifest["rules"])
+
+
+def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
+    """Return the partition rules of a run: those of the recipe, or else of the start checkpoint."""
+    return rules_from_manifest(manifest) if recipe.rules is None else merge_rules(recipe.rules, origin="rules")
 
 
 def build_datasets(

@@ -1,4 +1,4 @@
-"""Conflicts between keys of `[model]`, and its rope scaling."""
+"""Conflicts between keys of `[model]`, its rope scaling, and partition rules."""
 
 from __future__ import annotations
 
@@ -76,3 +76,28 @@ def test_rope_scaling_may_be_a_table_or_an_override():
         Path("x.toml").write_text(text)
         scaling = load_recipe(Path("x.toml"), overrides).recipe.model.rope_scaling
         assert scaling == {"rope_type": "yarn", "factor": 4.0}
+
+
+RULE_ERRORS = {
+    "unknown dim": ('"embd=fsdp"', "`rules embd=fsdp`: unknown dim `embd` - the dims are vocab, "),
+    "unknown axis": ('["embed=fdsp"]', "`rules embed=fdsp`: unknown mesh axis `fdsp` - "),
+    "no axis": (
+        '["embed"]',
+        '`rules embed` is invalid - a rule is DIM=AXIS[+AXIS][|…|none] - `rules = ["kv_heads=mp|none"]`',
+    ),
+    "two rules": ('["embed=mp", "embed=fsdp"]', "two rules for embed - `embed=mp` and `embed=fsdp` - "),
+    "number": ("[1]", "`rules` is [1] - it takes text or a list of texts: "),
+}
+
+
+@pytest.mark.parametrize("name", RULE_ERRORS)
+def test_invalid_rules_are_rejected_with_their_line(name: str):
+    value, message = RULE_ERRORS[name]
+    assert str(error_of(GOOD.replace('mesh = "1,2,4"\n', f'mesh = "1,2,4"\nrules = {value}\n'))).startswith(
+        f"x.toml:2: {message}"
+    )
+
+
+def test_one_rule_may_be_an_override():
+    Path("x.toml").write_text(GOOD)
+    assert load_recipe(Path("x.toml"), ["rules=embed=fsdp+sp"]).recipe.rules == ("embed=fsdp+sp",)

@@ -17,12 +17,13 @@ DIGESTS = {  # SHA-256 of the complete recipes
 }
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
-    *("rope_scaling", "rope_theta", "max_position_embeddings"),
+    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules"),
 )
 STORED = """\
 name = "flan-t5-base"
 seed = 32
 mesh = "4,1,2"
+# rules: the checkpoint's                       # default
 
 [model]
 path = "flan-t5-base-init"
@@ -122,3 +123,10 @@ def test_complete_recipe_keeps_a_rope_scaling(tmp_path: Path):
         "factor": 4,
     }
     assert (again.model.rope_theta, again.model.max_position_embeddings) == (5e5, 4096)
+
+
+@pytest.mark.parametrize("rules", [(), ("embed=none",), ("embed=fsdp+sp", "kv_heads=mp|none")])
+def test_complete_recipe_keeps_rules(tmp_path: Path, rules: tuple[str, ...]):
+    loaded = load_recipe(RECIPES / "llama-7b.toml", [f"rules={list(rules)}"])
+    (tmp_path / "recipe.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
+    assert load_recipe(tmp_path / "recipe.toml").recipe.rules == rules
