@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from trainer.models.rope_overrides import RopeOverrides
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeInt,
@@ -94,6 +95,11 @@ class Model(BaseModel):
         examples=[32768],
         json_schema_extra=if_absent("the checkpoint's"),
     )
+
+    @property
+    def rope_overrides(self) -> RopeOverrides:
+        """The keys that change the rotary embedding of the checkpoint."""
+        return RopeOverrides(self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings)
 
 
 class Data(BaseModel):

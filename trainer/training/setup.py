@@ -17,7 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
-from trainer.models.rope_overrides import RopeOverrides, override_rope
+from trainer.models.rope_overrides import override_rope
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape
@@ -97,11 +97,7 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
     Raises:
         PrepError: The model does not support the recipe's rotary embedding (usage error).
     """
-    model = recipe.model
-    overrides = RopeOverrides(
-        scaling=model.rope_scaling, theta=model.rope_theta, max_positions=model.max_position_embeddings
-    )
-    return {**manifest, "config": override_rope(manifest["config"], overrides)}
+    return {**manifest, "config": override_rope(manifest["config"], recipe.model.rope_overrides)}
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
