@@ -68,6 +68,7 @@ class _Run:
     folder: Path
     start_checkpoint: Path  # initial parameters, or the state to resume from
     step: int
+    config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
     job: Job
     memory: dict[str, Any]  # estimate in bytes
 
@@ -179,7 +180,7 @@ def _open_start_checkpoint(
     from trainer.models.mesh import parse_mesh
     from trainer.models.partition import DEFAULT_RULES
     from trainer.training.preflight import check_inputs
-    from trainer.training.setup import rules_from_manifest
+    from trainer.training.setup import partition_rules
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
     sharding = make_sharding_context(mesh, DEFAULT_RULES)
@@ -194,7 +195,7 @@ def _open_start_checkpoint(
     reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
         check_restart_source(reader, folder)
-    return reader, make_sharding_context(mesh, rules_from_manifest(reader.manifest))
+    return reader, make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
 
 
 def _prepare_run(
@@ -224,7 +225,8 @@ def _prepare_run(
     from trainer.training import setup
     from trainer.training.preflight import run_warnings
 
-    manifest, recipe = reader.manifest, loaded.recipe
+    recipe, step = loaded.recipe, _resume_step(folder, reader)
+    manifest = reader.manifest if step else setup.override_config(reader.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -244,12 +246,19 @@ def _prepare_run(
         manifest_fields=manifest_fields,
         stop_after=request.stop_after,
     )
-    step = _resume_step(folder, reader)
     if step:
         setup.check_resumable(manifest, job, changed=_changed_keys(folder, recipe), step=step)
     for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(warning)
-    return _Run(loaded, folder, start_checkpoint=reader.folder, step=step, job=job, memory=memory)
+    return _Run(
+        loaded,
+        folder,
+        start_checkpoint=reader.folder,
+        step=step,
+        config=manifest["config"],
+        job=job,
+        memory=memory,
+    )
 
 
 def _resume_step(folder: Path, reader: ItemReader) -> int:
@@ -306,7 +315,15 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
     keep = recipe.checkpoint.keep
-    with RunFolder(run.folder, run.start_checkpoint, name=recipe.name, keep=keep, mesh=str(sharding.mesh)) as store:
+    with RunFolder(
+        run.folder,
+        run.start_checkpoint,
+        name=recipe.name,
+        keep=keep,
+        config=run.config,
+        mesh=str(sharding.mesh),
+        rules=recipe.rules,
+    ) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         _write_recipe(run)

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
+from trainer.models.architecture import ArchConfig
+from trainer.models.param_tree import ParamLeaf
+from trainer.models.partition import Rules, format_rule
+from trainer.models.rope_config import Rope
 
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
-    """Yield lines that describe the run: mesh, batch, evaluation and the step it resumes at.
+    """Yield lines that describe the run: mesh, rules, rotary embedding, batch, evaluation and the step it resumes at.
 
     Args:
         job: The run.
@@ -29,6 +33,8 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
         device_nbytes = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
         yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
+        yield f"rules {', '.join(rule_texts(leaves, setup.forward_config.sharding.rules))}"
+    yield from filter(None, [rope_text(setup.model.arch_config)])
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (
@@ -39,6 +45,27 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         yield f"evaluation on {min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows):,} sequences"
     if step:
         yield f"resuming at step {step}"
+
+
+def rule_texts(leaves: Mapping[str, ParamLeaf], rules: Rules) -> Iterator[str]:
+    """Yield the rule of each logical dim of the parameters, in the notation of `--rule`."""
+    dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
+    yield from (format_rule(dim, choices) for dim, choices in rules.items() if dim in dims)
+
+
+def rope_text(arch_config: ArchConfig) -> str:
+    """Return the rotary embeddings of a model and its positions as text; empty without rotary embeddings."""
+    ropes = " and ".join(map(_describe_rope, arch_config.ropes))
+    return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions" if ropes else ""
+
+
+def _describe_rope(rope: Rope) -> str:
+    details = [f"theta {rope.theta:,.10g}"]
+    if rope.rope_type not in ("default", "longrope"):
+        details.append(f"factor {rope.factor:g}")
+    if rope.rope_type not in ("default", "linear"):
+        details.append(f"original positions {rope.original_max_positions:,}")
+    return f"{rope.rope_type} ({', '.join(details)})"
 
 
 class TrainReporter:

@@ -17,7 +17,8 @@ from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader
 from prepcli.sources.locate import locate
-from prepcli.sources.source import Source, SourceTensor
+from prepcli.sources.source import CONFIG, Source, SourceTensor, read_config
+from trainer.models.rope_overrides import override_rope
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -77,10 +78,14 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
     located = locate(recipe.model.path, access=make_access(ui, offline=offline))
     if located.kind == "orbax":
         return located.local_files.path
+    config_path = located.local_files.path / CONFIG
+    if config_path.is_file():
+        override_rope(read_config(config_path), recipe.model.rope_overrides)  # fails before the conversion
     out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if dry_run:
         return _existing_init(out, recipe.model.path, mesh)
-    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init --mesh {mesh} --pad-vocab auto --out {out}")
+    options = "".join([f"--mesh {mesh} --pad-vocab auto", *(f" --rule '{rule}'" for rule in recipe.rules or ())])
+    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init {options} --out {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     common = CommonOptions(
         checkpoint=recipe.model.path,
@@ -89,7 +94,7 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
         overwrite=True,  # of an init for another mesh or another model
         offline=offline,
     )
-    save_init(SaveInitRequest(common, mesh=mesh, pad_vocab="auto"), ui)
+    save_init(SaveInitRequest(common, mesh=mesh, rules=recipe.rules or (), pad_vocab="auto"), ui)
     return out
 
 

@@ -53,6 +53,7 @@ class RunFolder:
         name: str,
         keep: int | Literal["all"] = "all",
         request: str = "prep train",
+        config: Mapping[str, Any] | None = None,
         mesh: str | None = None,
         rules: Sequence[str] | None = None,
         scan: bool | None = None,
@@ -66,7 +67,8 @@ class RunFolder:
             name: Name of the run.
             keep: Number of steps to keep.
             request: Command line, for the manifest.
-            mesh: Mesh of the saved tree; None for that of the checkpoint, like the following arguments.
+            config: Config of the model; None for that of the checkpoint, like the following arguments.
+            mesh: Mesh of the saved tree.
             rules: Partition rules.
             scan: Whether layers are stacked.
             scan_axis: Axis of the stacked layers.
@@ -76,7 +78,7 @@ class RunFolder:
         """
         with open_reader(start_checkpoint, verify=False) as reader:  # reads the manifest, but no leaf
             manifest, self._hf_folder = reader.manifest, reader.folder / HF_FOLDER
-        changed_keys = {"mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
+        changed_keys = {"config": config, "mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
         self._start_manifest = {
             **manifest,
             **{key: value for key, value in changed_keys.items() if value is not None},

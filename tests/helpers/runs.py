@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
-from trainer.models.partition import Box
+from trainer.models.partition import Box, merge_rules
 from trainer.models.registry import FAMILIES
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
@@ -62,10 +62,15 @@ ADAMW = AdamW(
 
 
 def make_setup(
-    config: Mapping[str, Any] = GPT_NEO, mesh: str = "", accumulate: int = 1, **forward_options: Any
+    config: Mapping[str, Any] = GPT_NEO,
+    mesh: str = "",
+    accumulate: int = 1,
+    *,
+    rules: Sequence[str] = (),
+    **forward_options: Any,
 ) -> StepSetup:
     """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
-    sharding = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
+    sharding = make_sharding_context(parse_mesh(mesh), merge_rules(rules)) if mesh else ShardingContext()
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
     forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)

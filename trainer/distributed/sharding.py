@@ -16,16 +16,8 @@ from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import DEFAULT_RULES, RESIDUAL_SEQ_CHOICES, Rules, Spec, partition_spec
+from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rules, partition_spec
 
-# Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
-# attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
-ACTIVATION_RULES: Rules = {
-    "batch": (("dp", "fsdp"),),
-    "residual_seq": RESIDUAL_SEQ_CHOICES,
-    "seq": ((),),
-    "embed": ((),),
-}
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
 )
@@ -85,8 +77,8 @@ class ShardingContext:
 
     def num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a logical dim of activations."""
-        spec = self._activation_spec((extent,), (dim,))
-        return 1 if spec is None else spec.shards_per_dim[0]
+        spec = self._activation_spec((self.data_parallel_size, extent), ("batch", dim))
+        return 1 if spec is None else spec.shards_per_dim[1]
 
     @property
     def data_parallel_size(self) -> int:
@@ -97,7 +89,7 @@ class ShardingContext:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""
         if self.mesh is None:
             return None
-        return partition_spec([(dim,) for dim in dims], shape, self.mesh, {**self.rules, **ACTIVATION_RULES})
+        return partition_spec([(dim,) for dim in dims], shape, self.mesh, activation_rules(self.rules))
 
     def _to_named_sharding(self, spec: Spec | None) -> NamedSharding | None:
         """Convert a spec to a sharding on the devices; None without devices."""

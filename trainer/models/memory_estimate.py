@@ -46,7 +46,7 @@ from trainer.models.chunk_sizes import WHOLE, chunk_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.parameters import DECODER, ENCODER
-from trainer.models.partition import RESIDUAL_SEQ_CHOICES, Rules, partition_spec
+from trainer.models.partition import Rules, activation_rules, partition_spec
 
 FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments
@@ -112,7 +112,7 @@ class MemoryInputs:
 
     def num_shards(self, dim: str) -> int:
         """Return the number of shards along a logical dim of activations."""
-        return self._num_shards(dim, self._extent(dim), self.rules)
+        return self._num_shards(dim, self._extent(dim))
 
     @property
     def local_batch_size(self) -> int:
@@ -121,7 +121,7 @@ class MemoryInputs:
 
     def num_residual_shards(self, length: int) -> int:
         """Return the number of shards of the residual stream along `length` tokens."""
-        return self._num_shards("residual_seq", length, {"residual_seq": RESIDUAL_SEQ_CHOICES})
+        return self._num_shards("residual_seq", length)
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""
@@ -147,9 +147,12 @@ class MemoryInputs:
         )
         return next(extents, 0)
 
-    def _num_shards(self, dim: str, extent: int, rules: Rules) -> int:
-        """Return the number of shards along a dim by `rules`."""
-        return partition_spec([(dim,)], (extent,), self.mesh, rules).shards_per_dim[0] if self.mesh and extent else 1
+    def _num_shards(self, dim: str, extent: int) -> int:
+        """Return the number of shards along a dim of activations, whose batch is split first."""
+        if not self.mesh or not extent:
+            return 1
+        shape = (self.axis_size("dp") * self.axis_size("fsdp"), extent)
+        return partition_spec([("batch",), (dim,)], shape, self.mesh, activation_rules(self.rules)).shards_per_dim[1]
 
 
 @dataclass(frozen=True, slots=True)

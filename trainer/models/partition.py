@@ -47,15 +47,34 @@ DEFAULT_RULES: Rules = {
 }
 
 
-RESIDUAL_SEQ_CHOICES: AxisChoices = (("sp", "mp"), ())  # of the sequence dim of the residual stream
+# Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
+# attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
+ACTIVATION_RULES: Rules = {
+    "batch": (("dp", "fsdp"),),
+    "residual_seq": (("sp", "mp"), ()),
+    "seq": ((),),
+    "embed": ((),),
+}
 
 
-def parse_rule(text: str, dims: Collection[str] = tuple(DEFAULT_RULES)) -> tuple[str, AxisChoices]:
+def activation_rules(rules: Rules) -> Rules:
+    """Return the rules of activations; the batch comes first, so that other dims never take its mesh axes.
+
+    Args:
+        rules: Rules of parameters, for dims that activations share with them, such as heads.
+    """
+    return {**ACTIVATION_RULES, **{dim: choices for dim, choices in rules.items() if dim not in ACTIVATION_RULES}}
+
+
+def parse_rule(
+    text: str, dims: Collection[str] = tuple(DEFAULT_RULES), *, origin: str = "--rule"
+) -> tuple[str, AxisChoices]:
     """Parse a sharding rule: `embed=fsdp+sp`, or `kv_heads=mp|none` with several choices.
 
     Args:
         text: The rule.
         dims: Known logical dims.
+        origin: Option or recipe key of the text, for the error.
 
     Returns:
         The logical dim and its choices of mesh axes.
@@ -63,10 +82,11 @@ def parse_rule(text: str, dims: Collection[str] = tuple(DEFAULT_RULES)) -> tuple
     Raises:
         PrepError: The text is not a valid rule (usage).
     """
-    option = f"`--rule {truncate(text)}`"
+    option = f"`{origin} {truncate(text)}`"
     dim, equals, right = (part.strip() for part in text.partition("="))
     if not equals or not right:
-        raise usage_error(f"{option} is invalid", "a rule is DIM=AXIS[+AXIS][|…|none]", "`--rule 'kv_heads=mp|none'`")
+        example = f"{origin} 'kv_heads=mp|none'" if origin.startswith("-") else f'{origin} = ["kv_heads=mp|none"]'
+        raise usage_error(f"{option} is invalid", "a rule is DIM=AXIS[+AXIS][|…|none]", f"`{example}`")
     if dim not in dims:
         raise usage_error(
             f"{option}: unknown dim `{truncate(dim)}`", f"the dims are {', '.join(dims)}", did_you_mean(dim, dims)
@@ -94,14 +114,19 @@ def format_rule(dim: str, choices: AxisChoices) -> str:
     return f"{dim}={'|'.join('+'.join(axes) or 'none' for axes in choices)}"
 
 
-def merge_rules(texts: Iterable[str], rules: Rules = DEFAULT_RULES) -> Rules:
-    """Return `rules` with the `--rule` options in place of the rules for the same dims.
+def merge_rules(texts: Iterable[str], rules: Rules = DEFAULT_RULES, *, origin: str = "--rule") -> Rules:
+    """Return rules with others in place of those for the same dims.
+
+    Args:
+        texts: Rules in the notation of `parse_rule`.
+        rules: The rules for all other dims.
+        origin: Option or recipe key of the texts, for the error.
 
     Raises:
         PrepError: A rule is invalid, or two rules are for the same dim (usage).
     """
     overrides: dict[str, AxisChoices] = {}
-    for dim, choices in (parse_rule(text, rules) for text in texts):
+    for dim, choices in (parse_rule(text, rules, origin=origin) for text in texts):
         if dim in overrides:
             both = f"`{format_rule(dim, overrides[dim])}` and `{format_rule(dim, choices)}`"
             raise usage_error(f"two rules for {dim}", both, f"join the choices of a rule by |: `{dim}=mp|none`")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.models.memory_estimate import SAVES_SCORES
+from trainer.models.partition import merge_rules
+from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
@@ -16,7 +18,7 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
 MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
 INT32_KEYS = (
-    *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length"),
+    *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.max_position_embeddings"),
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
@@ -42,8 +44,10 @@ class Problem:
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
     yield from _overflow_problems(recipe)
     yield from _model_problems(recipe)
+    yield from _rope_problems(recipe)
     yield from _field_problems(recipe)
     yield from _source_problems(recipe)
     yield from _batch_problems(recipe)
@@ -79,6 +83,16 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         what = f"`model.remat_policy` is {format_value(policy)}, and `model.attention_kernel` {format_value(kernel)}"
         hint = '`model.remat_policy = "nothing_saveable"`'
         yield Problem(("model.remat_policy",), what, "the policy saves the scores of all tiles", hint)
+
+
+def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
+    scaling, theta = recipe.model.rope_scaling, recipe.model.rope_theta
+    if scaling is None:
+        return
+    yield from _problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
+    if theta is not None and "rope_theta" in scaling:
+        what = f"`{THETA_KEY}` is {format_value(theta)}, and `{SCALING_KEY}` has a `rope_theta`"
+        yield Problem((THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them")
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:

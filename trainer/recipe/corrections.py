@@ -23,7 +23,7 @@ VALUE_SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "adamw": ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit"),
 }
 VALUE_BY_SYNONYM = {name: value for value, names in VALUE_SYNONYMS.items() for name in names}
-_PYTHON_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "string": str}
+_PYTHON_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "string": str, "object": dict}
 
 
 def suggest_value(value: Any, key_schema: Mapping[str, Any]) -> str:
@@ -86,6 +86,8 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(value, _PYTHON_TYPES.get(alternative["type"], ())):
         return False
+    if isinstance(value, dict):
+        return bool(value)
     if isinstance(value, str):
         return len(value) >= alternative.get("minLength", 0) and bool(re.search(alternative.get("pattern", ""), value))
     return _is_within(value, alternative)

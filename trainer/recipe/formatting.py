@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Mapping
 from decimal import Decimal
 from typing import Any
@@ -18,10 +19,11 @@ TYPE_NAMES = {
 }
 BOUND_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 MAX_VALUE_CHARS = 60
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def to_toml(value: object) -> str:
-    """Return a value as TOML; a table becomes the words "a table", dates and times use Python's format."""
+    """Return a value as TOML; a table becomes an inline table, dates and times use Python's format."""
     if isinstance(value, str):  # JSON escapes all characters that TOML requires to be escaped, except DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
@@ -30,7 +32,13 @@ def to_toml(value: object) -> str:
         return f"[{', '.join(map(to_toml, value))}]"
     if isinstance(value, float) and 0 < abs(value) < 0.01:
         return min(repr(value), _scientific(value), key=len)
-    return "a table" if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_toml_key(key)} = {to_toml(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else to_toml(key)
 
 
 def _scientific(value: float) -> str:
@@ -42,8 +50,8 @@ def _scientific(value: float) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value for a message, cut to MAX_VALUE_CHARS."""
-    return _cut(to_toml(value))
+    """Return a value for a message, cut to MAX_VALUE_CHARS; a table becomes the words "a table"."""
+    return "a table" if isinstance(value, dict) else _cut(to_toml(value))
 
 
 def format_text(text: str) -> str:
@@ -73,7 +81,8 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         *first, last = map(to_toml, alternative["enum"])
         return f"{', '.join(first)} or {last}"
     if alternative["type"] == "array":
-        return f"a list of {TYPE_NAMES[alternative['items']['format']].removeprefix('a ')}s"
+        items = alternative["items"]
+        return f"a list of {TYPE_NAMES[items.get('format', items['type'])].removeprefix('a ')}s"
     bounds = [f"{sign} {alternative[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in alternative]
     return " ".join([TYPE_NAMES[alternative.get("format", alternative["type"])], " and ".join(bounds)]).rstrip()
 

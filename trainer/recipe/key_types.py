@@ -29,6 +29,13 @@ Paths = Annotated[
 ]
 
 
+RuleTexts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_tuple),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
 def if_absent(meaning: str) -> dict[str, Any]:
     """Return JSON schema extras that describe the value of an absent key."""
     return {"absent": meaning}

@@ -34,6 +34,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "model.attention_kernel": ("attn_implementation", "attention_type", "flash_attention_block_size"),
     "model.q_chunk_size": ("scan_query_chunk_size", "query_chunk_size"),
     "model.k_chunk_size": ("scan_key_chunk_size", "key_chunk_size"),
+    "model.rope_scaling": ("rope_parameters",),
+    "model.rope_theta": ("rope_max_timescale", "rotary_emb_base", "rope_freq_base", "rope_base"),
     "data.type": ("dataset_type", "data_type"),
     "data.path": (
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from trainer.models.rope_overrides import RopeOverrides
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
@@ -18,6 +19,7 @@ from trainer.recipe.key_types import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    RuleTexts,
     UnitInterval,
     if_absent,
 )
@@ -75,6 +77,30 @@ class Model(BaseModel):
     k_chunk_size: PositiveInt | Literal[-1] = Field(
         default=512, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
     )
+    rope_scaling: dict[str, Any] | None = Field(
+        default=None,
+        description="scaling of the rotary embedding for longer contexts, with the keys of `rope_scaling` or "
+        "`rope_parameters` in a config.json; `rope_type` is default, linear, dynamic, llama3, yarn or longrope",
+        examples=[{"rope_type": "yarn", "factor": 4.0}],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
+    rope_theta: PositiveFloat | None = Field(
+        default=None,
+        description="base of the rotary frequencies; NTK-aware scaling raises it",
+        examples=[500000],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
+    max_position_embeddings: PositiveInt | None = Field(
+        default=None,
+        description="sequence length that the model with the changed rotary embedding is made for",
+        examples=[32768],
+        json_schema_extra=if_absent("the checkpoint's"),
+    )
+
+    @property
+    def rope_overrides(self) -> RopeOverrides:
+        """The keys that change the rotary embedding of the checkpoint."""
+        return RopeOverrides(self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings)
 
 
 class Data(BaseModel):
@@ -252,7 +278,7 @@ class Checkpoint(BaseModel):
 
 
 class Recipe(BaseModel):
-    """Name, random seed and device mesh of the run."""
+    """Name, random seed, device mesh and partition rules of the run."""
 
     model_config = STRICT
 
@@ -269,6 +295,13 @@ class Recipe(BaseModel):
         "-1,1,1",
         description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4`; one size may be -1: all remaining devices",
         examples=["1,8,1"],
+    )
+    rules: RuleTexts | None = Field(
+        default=None,
+        description="partition rules in the notation of `--rule` of `prep save-init`, instead of the checkpoint's; "
+        "other dims have the default rules",
+        examples=[["embed=fsdp", "kv_heads=mp|none"]],
+        json_schema_extra=if_absent("the checkpoint's"),
     )
     model: Model
     data: Data

@@ -17,6 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
+from trainer.models.rope_overrides import override_rope
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
@@ -28,12 +29,13 @@ from trainer.training.optimizers import build_optimizer
 from trainer.training.step import StepSetup
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
-# The mesh and the model keys below change results only within rounding. Steps and schedule keys are checked through
-# the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
+# The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
+# through the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
         "mesh",
+        "rules",
         "model.path",
         "model.scan_layers",
         "model.remat_policy",
@@ -88,6 +90,17 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     )
 
 
+def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the manifest of a start checkpoint, with the recipe's rotary embedding in its config.
+
+    The manifest of a step to resume from has it already.
+
+    Raises:
+        PrepError: The model does not support the recipe's rotary embedding (usage error).
+    """
+    return {**manifest, "config": override_rope(manifest["config"], recipe.model.rope_overrides)}
+
+
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
     """Check the model against the recipe: scanned layers must be stacked, the mesh must divide all parameters.
 
@@ -118,6 +131,11 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
 def rules_from_manifest(manifest: Mapping[str, Any]) -> Rules:
     """Return the partition rules of a checkpoint."""
     return merge_rules(manifest["rules"])
+
+
+def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
+    """Return the partition rules of a run: those of the recipe, or else of the start checkpoint."""
+    return rules_from_manifest(manifest) if recipe.rules is None else merge_rules(recipe.rules, origin="rules")
 
 
 def build_datasets(

@@ -59,6 +59,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         ("batch.accumulate=3", USAGE, "`batch.size` 8 is not a whole number of micro-batches"),
         ("data.path=nowhere.txt", FAILED, "no data in `nowhere.txt`"),
         ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
+        ("model.rope_theta=0.5", USAGE, "`model.rope_theta` cannot be applied to this llama model"),
     ],
 )
 def test_invalid_recipe_is_found_before_work(

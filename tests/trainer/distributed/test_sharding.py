@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -107,9 +108,49 @@ def test_chunked_layers_on_a_mesh_match_dense_ones_on_one_device():
     check_equals_one_device("llama", "1,2,4", attention_options=attention_options, ffn_chunk_size=4)
 
 
-def check_equals_one_device(name: str, mesh: str, **options: Any) -> None:
+RULES = {
+    "mp": ("vocab=fsdp|none", "heads=mp|none", "mlp=mp", "embed=none"),
+    "dp": ("heads=dp", "kv_heads=dp", "mlp=dp+fsdp", "embed=mp", "norm=fsdp"),
+    "inner": (
+        "heads=none",
+        "kv_heads=none",
+        "head_dim=mp",
+        "layers=fsdp|none",
+        "mlp=none",
+        "vocab=mp+fsdp",
+        "embed=none",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("rules", "name", "mesh"),
+    slow_except(
+        [(rules, name, mesh) for rules in RULES for name in CONFIGS for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")],
+        (("mp", "llama", "1,2,4"), ("dp", "llama", "2,2,2"), ("inner", "llama", "1,2,4")),
+    ),
+)
+def test_loss_and_gradients_do_not_depend_on_rules(rules: str, name: str, mesh: str):
+    check_equals_one_device(name, mesh, RULES[rules])
+
+
+def test_batch_keeps_its_axes_with_rules_that_use_them():
+    sharding = sharding_without_devices(parse_mesh("2,2,2"), merge_rules(("heads=fsdp|mp", "mlp=dp+mp", "vocab=dp")))
+    shapes = {"heads": (8, 16, 4, 8), "mlp": (8, 16, 64), "vocab": (8, 16, 64)}
+    dims = {name: ("batch", "seq", name, "head_dim")[: len(shape)] for name, shape in shapes.items()}
+    specs = {name: sharding._activation_spec(shape, dims[name]) for name, shape in shapes.items()}
+    assert {name: spec.mesh_axes[:3] for name, spec in specs.items() if spec} == {
+        "heads": (("dp", "fsdp"), (), ("mp",)),
+        "mlp": (("dp", "fsdp"), (), ("mp",)),
+        "vocab": (("dp", "fsdp"), (), ()),
+    }
+    assert [sharding.num_shards(name, 64) for name in shapes] == [2, 2, 1]
+
+
+def check_equals_one_device(name: str, mesh: str, rules: Sequence[str] = (), **options: Any) -> None:
     """Compare loss and gradients on a mesh with those of one device."""
-    loss, gradients = loss_and_gradients(name, make_sharding_context(parse_mesh(mesh)), **options)
+    sharding = make_sharding_context(parse_mesh(mesh), merge_rules(rules))
+    loss, gradients = loss_and_gradients(name, sharding, **options)
     expected_loss, expected = one_device_results(name)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     errors = {tensor: relative_error(gradients[tensor], gradient) for tensor, gradient in expected.items()}

@@ -161,6 +161,11 @@ NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=
 VALUES_BY_KEY = {
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
+    "rules": st.sampled_from(["embed=none", ["embed=fsdp+sp", "kv_heads=mp|none"]]),
+    "model.rope_scaling": st.fixed_dictionaries(
+        {"rope_type": st.just("yarn"), "factor": st.floats(1, 64) | st.integers(1, 64)},
+        optional={"truncate": st.booleans(), "original_max_position_embeddings": st.integers(1, 2**20)},
+    ),
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
@@ -232,7 +237,7 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
     path.write_bytes(toml(flat).replace("\n", "\r\n" if with_crlf else "\n").encode())
     loaded = load_recipe(path)
     for key, value in flat.items():
-        expected = (value,) if key in ("data.path", "data.eval_path") and isinstance(value, str) else value
+        expected = (value,) if key in ("data.path", "data.eval_path", "rules") and isinstance(value, str) else value
         assert value_of(loaded.recipe, key) == (tuple(expected) if isinstance(expected, list) else expected)
         assert key not in loaded.origins
     written = tmp_path / "recipe.toml"
@@ -244,7 +249,7 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
 def test_recipe_to_toml_comments_on_origins(small: Path):
     loaded = load_recipe(small, ["optimizer.lr=0.5", 'data.path=["a", "b"]'])
     lines = recipe_to_toml(loaded.recipe, loaded.origins).splitlines()
-    assert lines[3:6] == ["", "[model]", 'path = "tiny-init"']
+    assert lines[4:7] == ["", "[model]", 'path = "tiny-init"']
     assert "steps = 20" in lines
     assert {
         'name = "small"                                  # default',

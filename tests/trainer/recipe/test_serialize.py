@@ -15,12 +15,16 @@ DIGESTS = {  # SHA-256 of the complete recipes
     "gpt-neo-1.3b.toml": "9f23b87a348e23f813824c3dfad897fad01b4b578805ff05a6767f305ddf69cd",
     "llama-7b.toml": "6a7d2c054fb164929d38972474487ef1eeb9de7f46d1a051af1aefff09836bd0",
 }
-ADDED_KEYS = ("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size")  # later than the digests
+ADDED_KEYS = (  # later than the digests
+    *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
+    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules"),
+)
 ADDED_TABLES = ("loss",)
 STORED = """\
 name = "flan-t5-base"
 seed = 32
 mesh = "4,1,2"
+# rules: the checkpoint's                       # default
 
 [model]
 path = "flan-t5-base-init"
@@ -32,6 +36,9 @@ ffn_chunk_size = -1                             # default
 attention_kernel = "reference"                  # default
 q_chunk_size = 512                              # default
 k_chunk_size = 512                              # default
+# rope_scaling: the checkpoint's                # default
+# rope_theta: the checkpoint's                  # default
+# max_position_embeddings: the checkpoint's     # default
 
 [data]
 type = "json"
@@ -95,7 +102,7 @@ def test_complete_recipe_keeps_its_digest(name: str):
     tables = recipe_to_toml(loaded.recipe, loaded.origins).split("\n[")
     known = "\n[".join(table for table in tables if table.partition("]")[0] not in ADDED_TABLES)
     lines = known.splitlines(keepends=True)
-    text = "".join(line for line in lines if line.partition(" ")[0] not in ADDED_KEYS)
+    text = "".join(line for line in lines if line.removeprefix("# ").split(" ")[0].rstrip(":") not in ADDED_KEYS)
     assert hashlib.sha256(text.encode()).hexdigest() == DIGESTS[name]
 
 
@@ -105,3 +112,28 @@ def test_complete_recipe_keeps_its_text(tmp_path: Path):
     stored_path = tmp_path / "recipe.toml"
     stored_path.write_text(STORED)
     assert load_recipe(stored_path).recipe == loaded.recipe
+
+
+def test_complete_recipe_keeps_a_rope_scaling(tmp_path: Path):
+    factors = "[1, 1.5, 4.25e-3]"
+    scaling = f"{{ rope_type = 'longrope', short_factor = {factors}, long_factor = {factors}, factor = 4 }}"
+    overrides = (f"model.rope_scaling={scaling}", "model.rope_theta=5e5", "model.max_position_embeddings=4096")
+    loaded = load_recipe(RECIPES / "llama-7b.toml", overrides)
+    text = recipe_to_toml(loaded.recipe, loaded.origins)
+    (tmp_path / "recipe.toml").write_text(text)
+    again = load_recipe(tmp_path / "recipe.toml").recipe
+    assert again.model == loaded.recipe.model
+    assert again.model.rope_scaling == {
+        "rope_type": "longrope",
+        "short_factor": [1, 1.5, 0.00425],
+        "long_factor": [1, 1.5, 0.00425],
+        "factor": 4,
+    }
+    assert (again.model.rope_theta, again.model.max_position_embeddings) == (5e5, 4096)
+
+
+@pytest.mark.parametrize("rules", [(), ("embed=none",), ("embed=fsdp+sp", "kv_heads=mp|none")])
+def test_complete_recipe_keeps_rules(tmp_path: Path, rules: tuple[str, ...]):
+    loaded = load_recipe(RECIPES / "llama-7b.toml", [f"rules={list(rules)}"])
+    (tmp_path / "recipe.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
+    assert load_recipe(tmp_path / "recipe.toml").recipe.rules == rules

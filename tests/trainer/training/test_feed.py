@@ -9,7 +9,7 @@ from tests.helpers import runs
 from trainer.data.order import SampleOrder, eval_batches
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
-from trainer.distributed import sharding
+from trainer.models import partition
 from trainer.models.errors import PrepError
 from trainer.training import feed
 
@@ -46,8 +46,8 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
 
 
 def test_load_batch_splits_tokens_over_sp(monkeypatch: pytest.MonkeyPatch):
-    rules = {**sharding.ACTIVATION_RULES, "seq": (("sp",),)}
-    monkeypatch.setattr(sharding, "ACTIVATION_RULES", rules)
+    rules = {**partition.ACTIVATION_RULES, "seq": (("sp",),)}
+    monkeypatch.setattr(partition, "ACTIVATION_RULES", rules)
     job = runs.make_job(runs.make_setup(mesh="fsdp:2,sp:4"))
     expected = job.train.get_batch(job.order.rows(0))
     for name, array in feed.load_batch(job.train, job.order.rows(0), job.setup.sharding).items():

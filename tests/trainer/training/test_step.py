@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
@@ -53,6 +54,7 @@ def test_train_step_decreases_loss(one_device_losses: np.ndarray):
             ("2,2,2", 2, {"scan_layers": False}),
             ("fsdp:2,mp:2,sp:2", 1, {}),
             ("", 4, {}),
+            ("2,2,2", 2, {"rules": ("heads=dp", "mlp=dp+fsdp", "embed=mp", "vocab=none")}),
         ],
         lambda case: case[0] == "fsdp:2,mp:2,sp:2",  # test_loop accumulates gradients on a mesh
     ),
@@ -145,9 +147,13 @@ def test_train_step_updates_state_in_place():
     assert memory.alias_size_in_bytes == state_nbytes
 
 
-def test_moments_are_sharded_like_params():
-    shapes = state_shapes(runs.make_setup(mesh="1,2,4"))
+@pytest.mark.parametrize(
+    ("rules", "spec"), [((), PartitionSpec("mp", "fsdp")), (("embed=mp", "vocab=fsdp"), PartitionSpec("fsdp", "mp"))]
+)
+def test_moments_are_sharded_like_params(rules: tuple[str, ...], spec: PartitionSpec):
+    shapes = state_shapes(runs.make_setup(mesh="1,2,4", rules=rules))
     params, moments = shapes["params"], shapes["opt_state"]["adam"]
+    assert params["embed"]["tokens"].sharding.spec == spec
     for moment in (moments.mu, moments.nu):
         assert jax.tree.map(lambda leaf: leaf.sharding, moment) == jax.tree.map(lambda leaf: leaf.sharding, params)
     assert moments.count.sharding.is_fully_replicated

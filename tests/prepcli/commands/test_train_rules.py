@@ -1,0 +1,78 @@
+"""`prep train` with partition rules of the recipe: losses, stored steps, resuming, and conversions before a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import OK, STOPPED, USAGE
+from tests.prepcli.commands.test_train import make_training_folder, read_losses, train_error
+
+RULES = ("--set", 'rules=["embed=mp", "heads=fsdp", "mlp=none"]')
+OTHER_RULES = ("--set", "rules=embed=none")
+DEFAULTS = "vocab=mp, heads=mp, kv_heads=mp|none, mlp=mp, embed=fsdp, layers=none, head_dim=none"
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "prep-manifest.json").read_text())
+
+
+def test_losses_do_not_depend_on_the_rules(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--out", "default", "-q"]) == OK
+    assert main(["train", "recipe.toml", "--out", "changed", "--stop-after", "5", "-q", *RULES]) == STOPPED
+    assert read_manifest("changed/5")["rules"] == ["embed=mp", "heads=fsdp", "mlp=none"]
+    capsys.readouterr()
+    assert main(["train", "recipe.toml", "--out", "changed", "--stop-after", "3", *OTHER_RULES]) == STOPPED
+    assert DEFAULTS.replace("embed=fsdp", "embed=none") in capsys.readouterr().err
+    assert read_manifest("changed/8")["rules"] == ["embed=none"]
+    assert main(["train", "recipe.toml", "--out", "changed"]) == OK
+    assert DEFAULTS.replace("embed=fsdp", "embed=none") in capsys.readouterr().err, "the rules of the last step"
+    np.testing.assert_allclose(read_losses("changed"), read_losses("default"), rtol=1e-5)
+    assert main(["verify", "changed", "-q"]) == OK
+
+
+def test_dry_run_prints_the_rules(capsys: pytest.CaptureFixture[str]):
+    capsys.readouterr()
+    for words, text in (
+        ((), DEFAULTS),
+        (RULES, "vocab=mp, heads=fsdp, kv_heads=mp|none, mlp=none, embed=mp, layers=none, head_dim=none"),
+    ):
+        assert main(["train", "recipe.toml", "--dry-run", *words]) == OK
+        assert f"rules {text}\n" in capsys.readouterr().err
+
+
+def test_empty_rules_replace_those_of_the_checkpoint(capsys: pytest.CaptureFixture[str]):
+    assert main(["reshard", "tiny-init", "--rule", "embed=none", "--mesh", "1,2,4", "--out", "whole", "-q"]) == OK
+    capsys.readouterr()
+    for words, text in (((), DEFAULTS.replace("embed=fsdp", "embed=none")), (("--set", "rules=[]"), DEFAULTS)):
+        assert main(["train", "recipe.toml", "--dry-run", "--set", "model.path=whole", *words]) == OK
+        assert f"rules {text}\n" in capsys.readouterr().err
+
+
+def test_conversion_before_a_run_follows_the_rules(capsys: pytest.CaptureFixture[str]):
+    rules = ("--set", 'rules=["vocab=fsdp", "embed=none"]', "--set", "model.path=tiny")
+    capsys.readouterr()
+    assert main(["train", "recipe.toml", "--stop-after", "1", *rules]) == STOPPED
+    options = "--mesh 1,2,4 --pad-vocab auto --rule 'vocab=fsdp' --rule 'embed=none'"
+    assert f"prep save-init {options}" in capsys.readouterr().err
+    manifest = read_manifest("runs/recipe/init/tiny-init")
+    assert (manifest["rules"], manifest["config"]["vocab_size"]) == (["vocab=fsdp", "embed=none"], 132)
+
+
+def test_rules_that_do_not_divide_the_model_are_rejected(capsys: pytest.CaptureFixture[str]):
+    code, what, *_ = train_error(capsys, "--set", "mesh=1,1,8", "--set", "rules=kv_heads=mp")
+    assert (code, what) == (USAGE, "kv_heads 4 cannot be split over mp 8")
+    code, what, *_ = train_error(capsys, "--set", "rules=kv_hads=mp")
+    assert (code, what) == (USAGE, "--set: `rules kv_hads=mp`: unknown dim `kv_hads`")
