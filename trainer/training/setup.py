@@ -223,11 +223,13 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
     Raises:
         PrepError: The config has neither id, or the id is not in the vocabulary.
     """
-    ids = (config.get(key) for key in ("decoder_start_token_id", "pad_token_id"))
-    token_id = next((candidate for candidate in ids if candidate is not None), None)
+    what = "config.json has no valid decoder_start_token_id"
+    key = next((key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None), None)
+    if key is None:
+        raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
+    token_id = config[key]
     if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
-        why = f"decoder_start_token_id is {token_id!r:.60}; the vocabulary has {vocab:,} tokens"
-        raise PrepError("config.json has no valid decoder_start_token_id", why)
+        raise PrepError(what, f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens")
     return token_id
 
 
