@@ -71,7 +71,7 @@ class TensorEntry:
 
     @property
     def first_chunk(self) -> StoredRange | None:
-        """Byte range of the first chunk; None if it is in an index, or not stored."""
+        """Byte range of the first chunk; None if the chunk is inline in an index, or not stored."""
         stored = self.encoded_first_chunk
         if stored is None:
             stored = next(iter(self.chunks.values()), None)

@@ -44,7 +44,7 @@ def translate_errors(
 
 
 def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
-    """Return the PrepError for an error of huggingface_hub; None if it is another error."""
+    """Return the PrepError for an error of huggingface_hub; None for other errors."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"

@@ -52,7 +52,7 @@ class DecodedArray:
         return f"{quote_name(self.meta.name)} of {self.item.folder}"
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
-        """Return the stored value of a chunk; None if it is not stored, which means zeros."""
+        """Return the stored value of a chunk; None if the chunk is not stored, which means zeros."""
         return self.item.chunks[self.array_number].get(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:

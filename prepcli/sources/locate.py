@@ -89,7 +89,7 @@ def open_folder(reference: Reference, access: Access) -> Folder:
 
 
 def _manifest_name(reference: Reference, local_files: LocalFiles) -> str:
-    """Return the model name in the manifest; empty if it has a slash, which would leave the output folder."""
+    """Return the model name in the manifest; empty if the name has a slash, which would leave the output folder."""
     if isinstance(reference, HubRepo):
         return ""
     with local_files.rename_in_errors(reference.display_name):

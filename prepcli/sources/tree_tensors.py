@@ -52,7 +52,7 @@ class StoredLeaf:
     locate_chunks: Callable[[LeafPiece], Placement]
 
     def region(self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]) -> Region:
-        """Return the region of this leaf, called `name`, that stores one tensor of an axis-map row."""
+        """Return the region of this leaf, called `name`, that stores one tensor of the axis-map row `row`."""
         grid = ChunkGrid(self.shape, self.chunk_shape)
         piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
         return Region(row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize)

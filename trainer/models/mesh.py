@@ -36,7 +36,7 @@ class Mesh:
         return "!" * self.plain_order + ",".join(texts)
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis: 1 if the mesh lacks it; raise UsageError if it is still -1."""
+        """Return the size of an axis: 1 if the mesh lacks it; raise UsageError if the size is still -1."""
         size = dict(zip(self.names, self.sizes)).get(axis, 1)
         if size == -1:
             what = f"mesh {self} has no size for {axis}"
@@ -45,7 +45,7 @@ class Mesh:
 
     @property
     def n_devices(self) -> int:
-        """Number of devices. Raises UsageError if an axis is still -1."""
+        """Number of devices; raise UsageError if the size of an axis is still -1."""
         return math.prod(map(self.size, self.names))
 
 

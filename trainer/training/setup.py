@@ -233,7 +233,7 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
 
 
 def _eos_token_id(config: Mapping[str, Any]) -> int | None:
-    """Return the config's end-of-sequence token id, the first if it lists several; None if it has none."""
+    """Return the config's end-of-sequence token id, the first of several; None if the config has none."""
     value = config.get("eos_token_id")
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None

@@ -86,7 +86,7 @@ def test_export_of_bin_writes_safetensors(capsys: pytest.CaptureFixture[str]) ->
     actual = read_tensors(Path("b-hf"))
     assert all(same_bits(array, actual[key]) for key, array in tensors.items())
     capsys.readouterr()
-    assert "transformers reads it already" in error_lines(capsys, "export", "./m")[1]
+    assert "transformers reads already" in error_lines(capsys, "export", "./m")[1]
 
 
 def test_safetensors_file_name_of_bin() -> None:

@@ -268,7 +268,8 @@ def test_string_leaf_without_text_is_rejected(item):
     tree["x"] = {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "string"}}
     rewrite_json(item / "_METADATA", tree_metadata=tree)
     (item / "_strings.json").write_text('{"y": "text"}')
-    assert refused(item).what.endswith("_strings.json has no text for `x`")
+    error = refused(item)
+    assert (error.what, error.why) == (f"{item / '_strings.json'} is broken", "it has no text for `x`")
 
 
 def test_missing_chunks_of_old_orbax_read_as_zeros(item):
