@@ -264,7 +264,7 @@ def test_output_name_taken_meanwhile_is_kept(sources: FaultSources, capsys, monk
     with monkeypatch.context() as patched:
         at_first_sync(patched, lambda: Path("out").write_text("mine"))
         assert main([*COMMANDS["export"], "--out", "out", "-q"]) == 1
-    assert "out already exists" in capsys.readouterr().err
+    assert "out exists" in capsys.readouterr().err
     assert Path("out").read_text() == "mine"
     Path("out").unlink()
     check_resumes("export", expected)

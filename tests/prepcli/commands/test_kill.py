@@ -134,7 +134,7 @@ def test_output_name_taken_meanwhile_is_kept(setup: KillSetup):
     process = act_when_durable(setup, "save-init", "taken", take)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert b"taken already exists" in err
+    assert b"taken exists" in err
     assert (setup.folder / "taken/thesis.txt").read_text() == "years of work"
     shutil.rmtree(setup.folder / "taken")
     assert run_command(setup, "save-init", "taken").returncode == 0
