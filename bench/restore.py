@@ -118,7 +118,7 @@ def _state(reader: Any, setup: Any) -> Any:
 
 
 def cost_text(cost: RestoreCost, verify: bool) -> str:
-    """Return the line of one restore."""
+    """Return one line with the time, throughput, bytes read and peak memory of a restore."""
     read_ratio, kernel_ratio = cost.reader_nbytes / cost.leaf_nbytes, cost.kernel_nbytes / cost.leaf_nbytes
     rate = f"{cost.seconds:6.2f} s ({cost.cpu_seconds:.2f} s of CPU), {cost.leaf_nbytes / cost.seconds / 1e9:.2f} GB/s"
     memory = f"at most {cost.extra_peak_nbytes / 2**20:,.0f} MiB beyond the arrays"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from trainer.models.errors import (
     FAILED,
+    GET_AGAIN_HINT,
     INTERRUPTED,
     OK,
+    RERUN_HINT,
+    RESUME_HINT,
     STOPPED,
     USAGE,
     DamagedError,
@@ -17,8 +20,11 @@ from trainer.models.errors import (
 
 __all__ = [
     "FAILED",
+    "GET_AGAIN_HINT",
     "INTERRUPTED",
     "OK",
+    "RERUN_HINT",
+    "RESUME_HINT",
     "STOPPED",
     "USAGE",
     "DamagedError",

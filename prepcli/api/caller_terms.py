@@ -98,7 +98,7 @@ def _translate_words(words: list[str], annotations: Mapping[str, Any]) -> Iterat
 
 
 def _argument_of(option: str, annotations: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the argument of an option, and the value that the option alone sets; KeyError if it is unknown."""
+    """Return the argument of an option, and the value that the option alone sets; KeyError if the option is unknown."""
     name = ARGUMENT_NAMES.get(option, option.replace("-", "_"))
     is_negated = name not in annotations and name.startswith("no_")
     name = name.removeprefix("no_") if is_negated else name

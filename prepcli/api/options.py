@@ -169,7 +169,7 @@ def as_tuple(texts: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def to_memory_nbytes(memory: int | str) -> int:
-    """Return a memory limit in bytes; raise a UsageError if it is too small for the engine."""
+    """Return a memory limit in bytes; raise UsageError if it is too small for the engine."""
     if isinstance(memory, str):
         return parse_memory(memory)
     check_memory(memory, str(memory))
@@ -177,7 +177,7 @@ def to_memory_nbytes(memory: int | str) -> int:
 
 
 def to_shard_nbytes(size: int | str) -> int:
-    """Return the size of a file in bytes; raise a UsageError for text that is not a size."""
+    """Return the size of a file in bytes; raise UsageError for text that is not a size."""
     return parse_shard_size(size) if isinstance(size, str) else size
 
 

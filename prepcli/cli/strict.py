@@ -18,7 +18,7 @@ class StrictCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args`; raise a usage PrepError that names the first empty value."""
+        """Parse `args`; raise a UsageError that names the first empty value."""
         values, _, _ = self.make_parser(ctx).parse_args(args=list(args))  # unconverted, because Path("") is `.`
         for parameter in self.params:
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):

@@ -9,7 +9,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 
 
 def check_mutually_exclusive(options: Mapping[str, object]) -> None:
-    """Raise a usage PrepError if more than one of these options has a value."""
+    """Raise UsageError if more than one of these options has a value."""
     set_options = [option for option, value in options.items() if _is_set(value)]
     if len(set_options) > 1:
         what = " and ".join(f"`{option} {options[option]}`" for option in set_options)
@@ -18,13 +18,13 @@ def check_mutually_exclusive(options: Mapping[str, object]) -> None:
 
 
 def check_needs(option: str, value: object, needed: str, why: str) -> None:
-    """Raise a usage PrepError if `option` has a value; call this if `needed`, which it requires, is not set."""
+    """Raise UsageError if `option` has a value; call this if `needed`, which it requires, is not set."""
     if _is_set(value):
         raise usage_error(f"`{option}` has no effect without `{needed}`", why, f"add `{needed}`, or remove `{option}`")
 
 
 def check_stream(stream: bool, *located: LocatedCheckpoint) -> None:
-    """Raise a usage PrepError for `--stream` if every checkpoint is a local folder."""
+    """Raise UsageError for `--stream` if every checkpoint is a local folder."""
     if stream and all(checkpoint.local_files.remote is None for checkpoint in located):
         names = " and ".join(checkpoint.model_name for checkpoint in located)
         raise usage_error("`--stream` has no effect", f"{names} is read from a local folder", "remove `--stream`")

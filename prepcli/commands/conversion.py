@@ -111,7 +111,7 @@ def make_access(ui: Ui, *, offline: bool, stream: bool = False, allow_urls: bool
 
 
 def check_config_option(common: CommonOptions, *sources: Source) -> None:
-    """Raise a usage PrepError for `--config` if all sources already have a config in their manifest."""
+    """Raise UsageError for `--config` if all sources already have a config in their manifest."""
     if common.config is not None and all(source.tree_manifest for source in sources):
         names = " and ".join(source.display_name for source in sources)
         why = f"{MANIFEST_FILE} already has the config of the model"
@@ -119,7 +119,7 @@ def check_config_option(common: CommonOptions, *sources: Source) -> None:
 
 
 def check_allow_overflow(common: CommonOptions, dtype: str | None) -> None:
-    """Raise a usage PrepError for `--allow-overflow` without a cast."""
+    """Raise UsageError for `--allow-overflow` without a cast."""
     if dtype is None:
         check_needs("--allow-overflow", common.allow_overflow, "--dtype", "without a cast no value overflows")
 
@@ -233,7 +233,7 @@ def _execute_plan(
 
 
 def _check_output_location(out: Path, source: Source) -> None:
-    """Raise a usage PrepError if writing the output would change or delete the source or the user's own folders."""
+    """Raise UsageError if writing the output would change or delete the source or the user's own folders."""
     target = out.resolve()
     partial = target.with_name(target.name + ".partial")
     source_files = () if source.root.is_file() else (*source.files, *source.small_files)

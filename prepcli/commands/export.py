@@ -63,7 +63,7 @@ class ExportRequest:
 
 
 def parse_shard_size(text: str) -> int:
-    """Parse `--shard-size`; raise a usage PrepError for 0, and for less than 1 MiB without a unit."""
+    """Parse `--shard-size`; raise UsageError for 0, and for less than 1 MiB without a unit."""
     nbytes, number = parse_bytes(text), text.strip()
     if nbytes == 0:
         raise usage_error(f"invalid `--shard-size {text}`", "a file has at least one byte", "`--shard-size 5GB`")
@@ -195,7 +195,7 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
 
 
 def _check_request(request: ExportRequest, source: Source) -> None:
-    """Raise a usage PrepError for a conflict of layout, format and size, and for an export without any change."""
+    """Raise UsageError for a conflict of layout, format and size, and for an export without any change."""
     if FORMAT_BY_LAYOUT.get(request.layout) is None or request.file_format not in (
         None,
         FORMAT_BY_LAYOUT[request.layout],
@@ -214,10 +214,8 @@ def _check_request(request: ExportRequest, source: Source) -> None:
         raise usage_error("`--shard-size` is not supported for streams", "an EasyLM stream is one file")
     is_unchanged = request.layout == HF_LAYOUT and not request.dtype
     if is_unchanged and source.tensor_file_names and not source.manifest and _is_all_safetensors(source):
-        why = "nothing to export: transformers reads it already"
-        raise usage_error(
-            f"{source.display_name} is a Hugging Face folder", why, f"`prep save-init {source.display_name}`"
-        )
+        why = "it is a Hugging Face folder that transformers reads already"
+        raise usage_error(f"cannot export {source.display_name}", why, f"`prep save-init {source.display_name}`")
 
 
 def _stores_tied_head(request: ExportRequest, source: Source) -> bool:

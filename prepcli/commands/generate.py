@@ -123,7 +123,7 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raise a usage PrepError for options of random sampling at temperature 0."""
+    """Raise UsageError for options of random sampling at temperature 0."""
     if temperature == 0:
         why = "temperature 0 always takes the most likely token"
         check_needs("--top-k", top_k or None, "--temperature", why)
@@ -206,7 +206,10 @@ def _encode_prompts(
 
 
 def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
-    """Return the token ids that end a text, from generation_config.json or else config.json."""
+    """Return the token ids that end a text, from generation_config.json or else config.json.
+
+    Ids outside of the vocabulary are left out.
+    """
     config_path = _find_side_file(source, GENERATION_CONFIG_FILE)
     eos = (read_config(config_path) if config_path else {}).get("eos_token_id", source.config.get("eos_token_id"))
     ids = (token_id for token_id in (eos if isinstance(eos, list) else [eos]) if type(token_id) is int)

@@ -93,7 +93,7 @@ def inspect(request: InspectRequest, ui: Ui) -> Report:
 
 
 def _check_request(request: InspectRequest) -> None:
-    """Raise a usage PrepError for options that conflict or have no effect."""
+    """Raise UsageError for options that conflict or have no effect."""
     views = {"--tree": request.tree, "--stats": request.stats, "--shards": request.shards, "--diff": request.diff}
     views_set = [flag for flag, value in views.items() if value not in (None, False)]
     if len(views_set) > 1:

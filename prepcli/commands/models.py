@@ -24,7 +24,7 @@ def models(family: str | None, columns: int | None = None) -> Report:
         Report with a table, and fields with sizes in bytes.
 
     Raises:
-        PrepError: No alias has this family.
+        UsageError: No alias has this family.
     """
     if family is not None and family not in ALIAS_FAMILIES:
         why, hint = f"known: {', '.join(ALIAS_FAMILIES)}", did_you_mean(family, ALIAS_FAMILIES)

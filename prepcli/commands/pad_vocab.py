@@ -65,7 +65,7 @@ def pad_vocab(request: PadVocabRequest, ui: Ui) -> Report:
 
 
 def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
-    """Return the requested number of rows; raise a usage PrepError if the true vocabulary has more."""
+    """Return the requested number of rows; raise UsageError if the true vocabulary has more."""
     if request.size is not None:
         if request.size < vocabulary.true_size:
             why = f"the true vocabulary has {vocabulary.true_size} rows"
@@ -78,7 +78,7 @@ def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
 
 
 def check_seed(init: str, seed: int | None) -> None:
-    """Raise a usage PrepError for a seed without random values."""
+    """Raise UsageError for a seed without random values."""
     if init != "normal":
         check_needs("--seed", seed, "--init normal", "zeros and mean are not random")
 

@@ -19,7 +19,7 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
         columns: Width of the terminal; None: unlimited.
 
     Raises:
-        PrepError: No recipe has this name (exit code 2).
+        UsageError: No recipe has this name.
     """
     paths = {path.stem: path for path in sorted(recipes_folder().glob("*.toml"))}
     if name is None:

@@ -86,7 +86,7 @@ def reshard(request: SaveInitRequest, ui: Ui) -> Report:
 
 
 def _check_padding_options(request: SaveInitRequest) -> None:
-    """Raise a usage PrepError for padding options without effect."""
+    """Raise UsageError for padding options without effect."""
     if request.pad_vocab == "no":
         why = "it sets the values of the padding"
         check_needs("--init", request.init if request.init != "zeros" else None, "--pad-vocab", why)

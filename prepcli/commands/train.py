@@ -24,7 +24,7 @@ from prepcli.commands.train_start import (
 )
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.errors import INTERRUPTED, STOPPED, PrepError, usage_error
+from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError, usage_error
 from prepcli.execution.run_folder import LOCK, RunFolder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
@@ -127,7 +127,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
 
 
 def _check_one_process(environ: Mapping[str, str]) -> None:
-    """Raise a usage PrepError if a launcher runs several processes: each of them would write the same run."""
+    """Raise UsageError if a launcher runs several processes: each of them would write the same run."""
     share, launcher = launcher_share(environ)
     if share.count > 1:
         why = f"{launcher} says that this is process {share.index} of {share.count}"
@@ -158,7 +158,7 @@ def silence_jax(ui: Ui) -> None:
 
 
 def _check_run_folder(folder: Path) -> None:
-    """Raise a PrepError if the folder exists and is not a run.
+    """Raise PrepError if the path is a file, or a folder that is neither empty nor a run.
 
     The folder of a failed or killed start may contain only an init, tokens or a lock.
     """
@@ -370,4 +370,4 @@ def _stopped_error(reason: str, step: int, has_saved_step: bool) -> PrepError:
     code = INTERRUPTED if reason == signal.Signals.SIGINT.name else STOPPED
     why = f"step {step} is saved" if has_saved_step else "no step was completed"
     what = f"stopped by {reason}" if reason.startswith("SIG") else f"stopped: {reason}"
-    return PrepError(what, why, "run the same command again to resume", code)
+    return PrepError(what, why, RESUME_HINT, code)

@@ -66,7 +66,7 @@ def check_without_checksums(
 
 
 def check_restart_source(reader: ItemReader, folder: Path) -> None:
-    """Raise a usage PrepError if a restarted run would start from one of its own steps, which it deletes."""
+    """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
     own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
     if not own_steps.isdisjoint(reader.folder.resolve().parents):
         what = f"`--restart` would delete {reader.folder.parent}"
@@ -99,7 +99,7 @@ def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_
 
 
 def _existing_init(out: Path, model: str, mesh: str) -> Path:
-    """Return the init of an earlier start; raise a usage PrepError if there is none for this mesh."""
+    """Return the init of an earlier start; raise UsageError if there is none for this mesh."""
     manifest = read_manifest(out) if out.exists() else None
     if manifest is None or manifest["mesh"] != mesh:
         why, hint = "it must be converted first, and a dry run writes nothing", f"`prep save-init {model}`"

@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
         A whole number of bytes.
 
     Raises:
-        PrepError: With code 2, for any other text and for fractions of a byte.
+        UsageError: The text has another form, or is a fraction of bytes.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:

@@ -40,18 +40,19 @@ class Budget:
 def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
     """Divide a memory limit into buffers.
 
-    A quarter, at most 64 MiB, is reserved for the plan and the index. The rest becomes 4 to 8 buffers.
+    A quarter, at most 64 MiB, is reserved for the plan and the index. The rest becomes 4 to 8 buffers, or
+    2 to 8 larger ones for `min_buffer_nbytes`.
 
     Args:
         nbytes: The limit.
-        min_buffer_nbytes: Slab size that should fit a buffer. There may be as few as two buffers for it, the most that
-            the engine acquires at once.
+        min_buffer_nbytes: Preferred minimum size of a slab. If two buffers of this size exceed the limit, it is ignored
+            and there are four buffers. The engine acquires at most two at once.
 
     Returns:
         The budget.
 
     Raises:
-        PrepError: The limit is too small (a usage error).
+        UsageError: The limit is too small.
     """
     check_memory(nbytes, f"{nbytes // MIB}MiB")
     usable_nbytes = nbytes - _bookkeeping_nbytes(nbytes)
@@ -63,7 +64,7 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
 
 
 def check_memory(nbytes: int, text: str) -> None:
-    """Raise a usage PrepError if a memory limit, given as `text`, is too small for the engine."""
+    """Raise UsageError if a memory limit, given as `text`, is too small for the engine."""
     if nbytes >= MIN_MEMORY_NBYTES:
         return
     needs = f"the engine needs at least four buffers of {MIN_MEMORY_NBYTES * 3 // 16 // MIB} MiB"
@@ -74,7 +75,7 @@ def check_memory(nbytes: int, text: str) -> None:
 
 
 def parse_memory(text: str) -> int:
-    """Parse the value of `--memory`. Raises a usage PrepError if it is invalid or too small."""
+    """Parse the value of `--memory`; raise UsageError if it is invalid or too small."""
     nbytes = parse_bytes(text)
     check_memory(nbytes, text)
     return nbytes

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prepcli.engine.io_policy import WriteMode, WritePolicy
 from prepcli.engine.linux import allocate
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.planning.slabs import LONG_RUN_NBYTES, PAGE
 from prepcli.planning.strided_copies import StridedCopy
 
@@ -252,6 +252,7 @@ class Files:
                 raise DamagedError(
                     f"{self.paths[file].name} is cut short",
                     f"{nbytes - done:,} bytes are missing at byte {offset + done:,}",
+                    GET_AGAIN_HINT,
                 )
             done += count
             if done < nbytes and fd != self._buffered[file] and (offset + done) % PAGE:
@@ -307,8 +308,7 @@ def io_error(path: Path, error: OSError) -> PrepError:
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        hint = "free some room and run the same command again: it resumes where it stopped"
-        return PrepError(f"the disk that holds {path.name} is full", why, hint)
+        return PrepError(f"the disk that holds {path.name} is full", why, f"free some space, then {RESUME_HINT}")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return PrepError(f"cannot read or write {path}", why, "raise the limit of open files (`ulimit -n`)")
     return PrepError(f"cannot read or write {path}", why)

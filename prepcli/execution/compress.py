@@ -67,7 +67,7 @@ class CompressedChunks:
 
 
 def parse_compress(text: str | None) -> int | None:
-    """Return the level of `zstd` or `zstd:LEVEL`; usage PrepError for any other text."""
+    """Return the level of `zstd` or `zstd:LEVEL`; raise UsageError for any other text."""
     if text is None:
         return None
     method, colon, level = text.partition(":")

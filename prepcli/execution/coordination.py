@@ -13,7 +13,7 @@ from prepcli.console.formatting import format_duration
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import Journal, JournalState, read_journal
 from prepcli.engine.pipeline import EMPTY_DIGEST, PipelineResult
-from prepcli.errors import STOPPED, PrepError
+from prepcli.errors import RERUN_HINT, STOPPED, PrepError
 from prepcli.execution.failure_notes import FailureAge
 from prepcli.execution.staging import Staging
 from prepcli.planning.plan import Plan
@@ -244,7 +244,7 @@ class _Peers:
         stage, now, patience_s = self.task.stage, time.monotonic(), self.wait_options.patience_s
         if stage.share.index in unfinished and not stage.is_published():
             why = "the journal of the written bytes was removed"
-            raise PrepError(f"{stage.folder} was changed by another program", why, "remove it, and run again")
+            raise PrepError(f"{stage.folder} was changed by another program", why, f"remove it, then {RERUN_HINT}")
         for index in range(self.task.division.count):
             if index not in self.task.team:  # `check_workers` covers the team
                 self._check_one(index, now, is_over=not unfinished)

@@ -53,7 +53,7 @@ class ExecuteOptions:
         memory_nbytes: Memory budget of this process.
         overwrite: Replace an existing output.
         restart: Drop the durable part of an earlier run.
-        share: Share of this process among the processes that write the output together.
+        share: The part of the output that this process writes, if several processes write it together.
         num_workers: Number of shares, from `share` on, whose progress is shown as one.
         start_workers: Starts the worker processes, once there is work for them.
         check_workers: Raises an error if a worker has failed.
@@ -94,7 +94,7 @@ def plan_digest(plan: Plan) -> str:
 def execute_plan(
     plan: Plan, source: Source, *, options: ExecuteOptions, progress: Progress, note: Callable[[str], None]
 ) -> ConversionResult:
-    """Execute a plan, or one share of it, and wait until the output is published.
+    """Execute a plan, or one share of it (the part of one process), and wait until the output is published.
 
     An interrupted run continues from its durable bytes.
 
@@ -247,7 +247,7 @@ class _ShareMover:
     def check_source(self, digests: Mapping[int, str], baseline: SourceState) -> None:
         """Raise PrepError if the source no longer holds the bytes that were read.
 
-        Files are read again only if their inode or change time differs from `baseline`.
+        If the inode or change time of any file differs from `baseline`, all streams in `digests` are read again.
         """
         touched = source_state.touched_files(
             self.source, baseline, now=source_state.read_source_state(self.task.plan, self.source)
@@ -312,7 +312,9 @@ def _is_already_done(plan: Plan, run_identity: dict[str, object], options: Execu
     hint = "`--out NAME` or `--overwrite`"
     if is_same_plan:
         raise OutputExistsError(
-            f"{out} exists", "it was made by this request" if is_complete else "but its files are damaged", hint
+            f"{out} already exists",
+            "this command created it earlier" if is_complete else "this command created it, but its files are damaged",
+            hint,
         )
     raise OutputExistsError(f"{out} exists and is something else", _describe_origin(manifest, plan), hint)
 

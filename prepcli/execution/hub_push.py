@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.console.lists import join_names
 from prepcli.console.progress import Progress
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import RESUME_HINT, PrepError, usage_error
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.remote.hub_client import (
     CHECK_ENDPOINT,
@@ -34,7 +34,6 @@ _WEIGHT_FILE_PATTERNS = tuple(  # for each format: a single file, one of several
     re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{suffix}|{stem}\.{suffix}\.index\.json")
     for stem, suffix in (("model", "safetensors"), ("flax_model", "msgpack"))
 )
-_RETRY_HINT = "run the same command again: uploaded files are not sent again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class PushTarget:
 
 
 def parse_push_target(text: str, private: bool) -> PushTarget:
-    """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`; usage PrepError for any other text."""
+    """Parse `OWNER/NAME` or `OWNER/NAME@BRANCH`; raise UsageError for any other text."""
     repo, separator, revision = text.partition("@")
     if not _REPO_PATTERN.fullmatch(repo) or "--" in repo or ".." in repo or len(repo) > 96:
         raise usage_error(f"`--push {text}` is invalid", "it has the form OWNER/NAME or OWNER/NAME@BRANCH")
@@ -204,13 +203,13 @@ def _explain(error: BaseException | None, what: str) -> PrepError | None:
 
     while error is not None:
         if isinstance(error, NoAnswerError):
-            return _status_error(what, error.status) if error.status else PrepError(what, str(error), _RETRY_HINT)
+            return _status_error(what, error.status) if error.status else PrepError(what, str(error), RESUME_HINT)
         if type(error).__name__ == "TooManyRedirects":
-            return PrepError(what, "the hub redirects in a circle", CHECK_ENDPOINT)
+            return PrepError(what, "the hub answers with a redirect loop", CHECK_ENDPOINT)
         if isinstance(error, HfHubHTTPError):
             return _status_error(what, error.response.status_code)
         if is_network_error(error):
-            return PrepError(what, "the hub cannot be reached, or closed the connection", _RETRY_HINT)
+            return PrepError(what, "the hub cannot be reached, or closed the connection", RESUME_HINT)
         if is_malformed_answer(error):
             return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
         error = error.__cause__
@@ -226,7 +225,7 @@ def _status_error(what: str, status: int) -> PrepError:
     if status == 404:
         return PrepError(what, "HTTP 404 from the hub: unknown owner, repository or branch", "check the spelling")
     if status == 409:
-        return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", _RETRY_HINT)
+        return PrepError(what, "HTTP 409 from the hub: the branch changed meanwhile", RESUME_HINT)
     if status == 413:
         return PrepError(what, "HTTP 413 from the hub: a file is too large", "`prep export --shard-size 5GB`")
-    return PrepError(what, f"HTTP {status} from the hub", _RETRY_HINT)
+    return PrepError(what, f"HTTP {status} from the hub", RESUME_HINT)

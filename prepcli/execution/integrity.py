@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.planning.accounting import not_equal_error
 from prepcli.planning.plan import EqualityCheck, Plan, Stream
 from prepcli.sources.source import Source
@@ -37,9 +37,8 @@ class IntegrityChecker:
         expected = self._expected.get(number)
         if expected and expected != digest:
             why = f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed"
-            raise DamagedError(
-                f"{self._display_name(stream.name)} in {self._source.display_name} is damaged", why, "create it again"
-            )
+            what = f"{self._display_name(stream.name)} in {self._source.display_name} is damaged"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
         self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:
             if stream.name in (check.name, check.duplicate_of):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow
-from prepcli.errors import PrepError
+from prepcli.errors import RESUME_HINT, PrepError
 from prepcli.execution.resume import StreamReader, find_damaged
 from prepcli.planning.coverage import FileSpan, stream_write_spans
 from prepcli.planning.plan import Plan
@@ -88,7 +88,7 @@ def _overlaps(holes: Sequence[FileSpan], spans: Iterator[FileSpan]) -> bool:
 
 
 def read_stamps(files: Sequence[Path]) -> FileStamps:
-    """Return a stamp of each file that changes with each write, but not with reads or syncs."""
+    """Return one stamp per file. Writes change a stamp; reads and syncs do not."""
     return {path: _stamp(path) for path in files}
 
 
@@ -108,5 +108,4 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _changed_error(path: Path) -> PrepError:
-    hint = "run the same command again: damaged bytes are written again"
-    return PrepError(f"{path} was changed by another program", "it changed while it was written", hint)
+    return PrepError(f"{path} was changed by another program", "it changed while it was written", RESUME_HINT)

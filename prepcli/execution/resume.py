@@ -102,7 +102,8 @@ def verify_journal_state(
         source: The source, if it may have changed since and is to be read again; None if it has not changed.
 
     Returns:
-        The intact complete streams, and the prefix if it is intact and the source has not changed.
+        The complete streams whose bytes are intact. If `source` is None, also the intact prefix of the incomplete
+        stream.
     """
     damaged = find_damaged(reader, journal_state.digests, files=files)
     if source:

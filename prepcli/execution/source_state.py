@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from prepcli.errors import PrepError
+from prepcli.errors import RERUN_HINT, PrepError
 from prepcli.planning.plan import Plan
 from prepcli.remote.remote_files import RemoteBlob
 from prepcli.sources.source import Source
@@ -45,7 +45,9 @@ def read_source_state(plan: Plan, source: Source) -> SourceState:
 def source_changed_error(paths: Sequence[Path], source: Source) -> PrepError:
     """Return the error for files that were written to."""
     names = ", ".join(path.name for path in paths)
-    return PrepError(f"{names} changed while it was read", f"in {source.display_name}", "run again with `--restart`")
+    return PrepError(
+        f"{names} changed while it was read", f"in {source.display_name}", f"{RERUN_HINT} with `--restart`"
+    )
 
 
 def touched_files(source: Source, before: SourceState, *, now: SourceState) -> list[Path]:

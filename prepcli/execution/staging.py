@@ -16,7 +16,7 @@ from typing import Any
 from prepcli.engine.files import io_error
 from prepcli.engine.journal import read_journal
 from prepcli.engine.no_follow import check_not_symlink, read_no_follow
-from prepcli.errors import OutputExistsError, PrepError, usage_error
+from prepcli.errors import RERUN_HINT, OutputExistsError, PrepError, usage_error
 from prepcli.execution.failure_notes import FAILED_STEM, HEARD_STEM, FailureNotes
 from prepcli.execution.locks import (
     acquire_lock_with_retries,
@@ -45,7 +45,7 @@ class Staging:
     """The staging folder of an output. `publish` gives it its final name, once all its files are durable."""
 
     def __init__(self, out: Path) -> None:
-        """Set the paths, without creating them. Usage PrepError if the output has no name of its own."""
+        """Set the paths, without creating them; raise UsageError if the output has no name of its own."""
         if out.name in ("", ".."):
             raise usage_error(
                 f"`--out {out}` is invalid", "an output is a folder with a name of its own", "`--out NAME`"
@@ -231,7 +231,7 @@ class Staging:
             published = self.is_published()
             if not published and not self._is_same_folder():
                 why = "it was removed or replaced"
-                raise PrepError(f"{self.folder} was changed by another program", why, "run again")
+                raise PrepError(f"{self.folder} was changed by another program", why, RERUN_HINT)
             yield not published
 
     def is_published(self) -> bool:
@@ -289,7 +289,8 @@ class Staging:
         replaced = self.work / REPLACED_NAME
         if os.path.lexists(self.out) and not overwrite:
             why = f"it was created while {self.folder} was written, which is complete"
-            raise OutputExistsError(f"{self.out} exists", why, "move it away, or `--overwrite`, and run again")
+            hint = f"move it away and {RERUN_HINT}, or pass `--overwrite`"
+            raise OutputExistsError(f"{self.out} already exists", why, hint)
         try:
             remove_path(replaced)  # left by a kill between the two renames
             for folder, _, names in os.walk(self.folder, topdown=False):

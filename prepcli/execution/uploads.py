@@ -65,7 +65,7 @@ def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
     `Path` collapses the `//` of a URL to `/`; this function restores it.
 
     Raises:
-        PrepError: The scheme is not supported, or the bucket or path is invalid (usage error).
+        UsageError: The scheme is not supported, or the bucket or path is invalid.
     """
     scheme, colon, rest = out.as_posix().partition(":/") if out is not None else ("", "", "")
     text = f"{scheme}://{rest}"
@@ -132,8 +132,9 @@ def _report_if_uploaded(
     except ValueError:
         is_same_plan = False
     if not is_same_plan or request.restart:
-        why = "it was made by this request" if is_same_plan else "it was made by another request, or of another source"
-        raise PrepError(f"{bucket.name} exists", why, "`--out` another address, or `--overwrite`")
+        another = "it was made by another request, or of another source"
+        why = "this command created it earlier" if is_same_plan else another
+        raise PrepError(f"{bucket.name} already exists", why, "`--out` another address, or `--overwrite`")
     ui.note(f"already done: {request.url} was made by the same request from the same source")
     _remove_local_files(request)
     fields = {key: value for key, value in report.fields.items() if key != "dry_run"}

@@ -17,7 +17,7 @@ from typing import Any
 
 from prepcli.console.progress import Progress
 from prepcli.engine.budget import MIB, MIN_MEMORY_NBYTES
-from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError, usage_error
+from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError, usage_error
 from prepcli.execution.execute import ConversionResult
 from prepcli.execution.resume import CHECK_TASK
 from prepcli.execution.signals import PARENT_VARIABLE, Stopped, block_signals
@@ -58,7 +58,7 @@ def worker_memory_nbytes(memory_nbytes: int, num_workers: int, *, baseline_nbyte
         Bytes for each worker.
 
     Raises:
-        PrepError: With code 2, if a worker would have less than the minimum.
+        UsageError: A worker would have less than the minimum.
     """
     baseline_nbytes = min(baseline_nbytes, MAX_BASELINE_NBYTES)
     worker_nbytes = (memory_nbytes - (num_workers - 1) * baseline_nbytes) // num_workers
@@ -194,7 +194,7 @@ class _Worker:
             return PrepError(
                 f"a worker was killed by {name}",
                 "not by prep: out of memory?",
-                "run the same command again: it resumes",
+                RESUME_HINT,
             )
         error = self.report().get("error", {})
         what = error.get("what") or self._last_message.decode(errors="replace").strip() or f"a worker ended with {code}"

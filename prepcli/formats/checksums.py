@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prepcli.engine.digest import CHECKSUM_DTYPE, checksum, digest
 from prepcli.engine.no_follow import write_no_follow
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.untrusted import read_small_file
 from prepcli.planning.checksum_blocks import BLOCK_NBYTES, LeafBlocks, number_blocks
@@ -116,7 +116,7 @@ def _number_leaf_blocks(
     metas, manifest_leaves = {meta.name: meta for meta in arrays}, manifest.get("leaves")
     if not isinstance(manifest_leaves, dict) or {*manifest_leaves} != {*metas}:
         why = "its manifest lists other leaves than it holds"
-        raise DamagedError(f"{folder} is damaged", why, "create the checkpoint again")
+        raise DamagedError(f"{folder} is damaged", why, GET_AGAIN_HINT)
     return number_blocks(
         (name, metas[name].shape, metas[name].chunk_shape, metas[name].dtype) for name in manifest_leaves
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
 
@@ -59,7 +59,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is broken", str(error), "create the output again") from error
+        raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
         stored_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise PrepError(f"{path} has another format", f"it says {stored_format!r}, this prep reads {FORMAT_VERSION}")
@@ -86,7 +86,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     for key, expected_type in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(manifest.get("kind")), {})).items():
         if not isinstance(manifest.get(key), expected_type):
             why = f"`{key}` is {manifest.get(key)!r:.60}" if key in manifest else f"`{key}` is missing"
-            raise DamagedError(f"{path} is broken", why, "create the output again")
+            raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
     state_records = (manifest["others"], *manifest["slots"].values()) if manifest["kind"] == "train" else ()
     for records in (manifest["tensors"], *state_records):
         _check_records(path, records)
@@ -97,7 +97,7 @@ def _check_records(path: Path, records: Any) -> None:
     for name, record in records.items() if isinstance(records, dict) else [("the state", records)]:
         row_digests = record.get("digests") if isinstance(record, dict) else None
         if not isinstance(row_digests, list) or not all(_is_row_digest(row_digest) for row_digest in row_digests):
-            raise DamagedError(f"{path} is broken", f"{name!r:.60} has no list of digests", "create the output again")
+            raise DamagedError(f"{path} is broken", f"{name!r:.60} has no list of digests", GET_AGAIN_HINT)
 
 
 def _is_row_digest(value: Any) -> bool:

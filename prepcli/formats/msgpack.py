@@ -61,7 +61,7 @@ class MsgpackNonArray:
 
 @dataclass(frozen=True, slots=True)
 class MsgpackHeader:
-    """Contents of a file without its payloads, in file order; `digest` is the XXH3-128 of all other bytes."""
+    """Leaves of a file, in file order, without payloads; `digest` is the XXH3-128 of the bytes outside of payloads."""
 
     path: Path
     arrays: tuple[MsgpackArray, ...]

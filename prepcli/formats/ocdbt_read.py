@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, OCDBT_MANIFEST, OcdbtEntry, ValueLocation
 from prepcli.formats.ocdbt_decode import UINT64_MAX, BodyReader, decode_frame, decode_keys, iter_ints
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
@@ -69,13 +69,13 @@ def read_ocdbt_index(folder: Path, before_read: Callable[[ValueLocation], object
         PrepError: The database is missing, invalid, or exceeds a limit of this module.
     """
     if not (folder / OCDBT_MANIFEST).is_file():
-        raise DamagedError(f"{folder} has no {OCDBT_MANIFEST}", "the checkpoint is unfinished or was copied in part")
+        why = "the checkpoint is unfinished or was copied in part"
+        raise DamagedError(f"{folder} has no {OCDBT_MANIFEST}", why, GET_AGAIN_HINT)
     try:
         root = _read_root(folder)
         yield from _IndexReader(folder, before_read).iter_entries(root) if root else ()
     except ValueError as error:
-        what, hint = f"the index of {folder} cannot be read", "copy the whole folder again"
-        raise DamagedError(what, str(error), hint) from error
+        raise DamagedError(f"the index of {folder} cannot be read", str(error), GET_AGAIN_HINT) from error
 
 
 def _read_root(folder: Path) -> _NodeRef | None:
@@ -207,7 +207,8 @@ class _IndexReader:
         path, end = self._folder / location.path, location.offset + location.nbytes
         size = stat_file(path).st_size
         if end > size:
-            raise DamagedError(f"{path} is cut short", f"an index node ends at byte {end}, the file at {size}")
+            why = f"an index node ends at byte {end:,}, the file at {size:,}"
+            raise DamagedError(f"{path} is cut short", why, GET_AGAIN_HINT)
         if location.nbytes > MAX_INDEX_NBYTES - self._nbytes:
             raise ValueError(f"its nodes have more than {MAX_INDEX_NBYTES:,} bytes")
         self._before(location)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.engine.digest import digest
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C, CRC32C_NBYTES
 from prepcli.formats.ocdbt import OCDBT_MANIFEST
 from prepcli.formats.orbax import (
@@ -81,9 +81,7 @@ def read_item(folder: Path) -> OrbaxItem:
     tree = _read_tree(folder)
     leaves = [_parse_leaf(folder, entry) for entry in tree["tree_metadata"].values()]
     if names := find_name_clash(leaf.path for leaf in leaves):
-        raise DamagedError(
-            f"{folder / METADATA_FILE} is broken", f"it has {quote_name(names[0])} and {quote_name(names[1])}"
-        )
+        raise _broken_file_error(folder / METADATA_FILE, f"it has {quote_name(names[0])} and {quote_name(names[1])}")
     array_leaves = [leaf for leaf in leaves if not leaf.is_empty and leaf.value_type != "string"]
     uses_ocdbt = tree.get("use_ocdbt", True) is not False
     names = [dotted_name(leaf.path) for leaf in array_leaves]
@@ -118,7 +116,7 @@ def _read_tree(folder: Path) -> Mapping[str, Any]:
         raise PrepError(f"{folder} is not an Orbax checkpoint", f"it has no {METADATA_FILE}")
     tree = _read_json(folder / METADATA_FILE)
     if not isinstance(tree.get("tree_metadata"), dict):
-        raise DamagedError(f"{folder / METADATA_FILE} is broken", "it has no tree_metadata")
+        raise _broken_file_error(folder / METADATA_FILE, "it has no tree_metadata")
     return tree
 
 
@@ -132,10 +130,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = parse_json(read_small_file(path))
     except ValueError as error:
-        raise DamagedError(f"{path} is broken", str(error)) from error
+        raise _broken_file_error(path, str(error)) from error
     if not isinstance(document, dict):
-        raise DamagedError(f"{path} is broken", "it is not a JSON object")
+        raise _broken_file_error(path, "it is not a JSON object")
     return document
+
+
+def _broken_file_error(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
 
 
 def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
@@ -143,7 +145,7 @@ def _parse_leaf(folder: Path, entry: Any) -> _TreeLeaf:
         case {"key_metadata": [_, *_] as keys, "value_metadata": {"value_type": str(value_type)} as value}:
             path = tuple(_parse_path_part(folder, key) for key in keys)
             return _TreeLeaf(path, value_type, value.get("skip_deserialize") is True)
-    raise DamagedError(f"{folder / METADATA_FILE} is broken", "it describes a leaf without a path or a type")
+    raise _broken_file_error(folder / METADATA_FILE, "it describes a leaf without a path or a type")
 
 
 def _parse_path_part(folder: Path, key: Any) -> str | int:
@@ -152,7 +154,7 @@ def _parse_path_part(folder: Path, key: Any) -> str | int:
             return int(text)
         case {"key": str(text), "key_type": 2}:
             return text
-    raise DamagedError(f"{folder / METADATA_FILE} is broken", f"{quote_name(str(key))} is not a part of a path")
+    raise _broken_file_error(folder / METADATA_FILE, f"{quote_name(str(key))} is not a part of a path")
 
 
 def _make_array_meta(leaf: _TreeLeaf, zarr: ZarrArray) -> ArrayMeta:
@@ -170,7 +172,8 @@ def _check_chunk_sizes(meta: ArrayMeta, zarr: ZarrArray, chunks: ChunkTable) -> 
         nbytes = len(value) if isinstance(value, bytes) else value.nbytes
         if nbytes != expected_nbytes:
             why = f"it has {nbytes:,} bytes, {meta.chunk_shape} of {meta.dtype} has {expected_nbytes:,}"
-            raise DamagedError(f"chunk {chunk_key(index)} of {quote_name(meta.name)} has the wrong size", why)
+            what = f"chunk {chunk_key(index)} of {quote_name(meta.name)} has the wrong size"
+            raise DamagedError(what, why, GET_AGAIN_HINT)
 
 
 def _check_absent_chunks(folder: Path, arrays: Sequence[ArrayMeta], tables: Sequence[ChunkTable]) -> None:
@@ -195,13 +198,14 @@ def _check_chunk_ranges(arrays: Sequence[ArrayMeta], chunks: Sequence[ChunkTable
             why = (
                 f"a chunk of {quote_name(arrays[array_number].name)} ends at byte {end:,}, the file at {sizes[file]:,}"
             )
-            raise DamagedError(f"{files[file]} is cut short", why, "copy the checkpoint again")
+            raise DamagedError(f"{files[file]} is cut short", why, GET_AGAIN_HINT)
     for (file, _, end, first_array), (next_file, start, _, second_array) in itertools.pairwise(ranges):
         if file == next_file and start < end:
             why = f"both use byte {start:,} of {files[file]}"
             raise DamagedError(
                 f"chunks of {quote_name(arrays[first_array].name)} and {quote_name(arrays[second_array].name)} overlap",
                 why,
+                GET_AGAIN_HINT,
             )
 
 
@@ -210,7 +214,7 @@ def _read_non_arrays(folder: Path, leaves: Sequence[_TreeLeaf]) -> tuple[OrbaxNo
     texts = _read_json(folder / STRINGS_FILE) if strings else {}
     for leaf in strings:
         if not isinstance(texts.get(dotted_name(leaf.path)), str):
-            raise DamagedError(f"{folder / STRINGS_FILE} has no text for {quote_name(dotted_name(leaf.path))}")
+            raise _broken_file_error(folder / STRINGS_FILE, f"it has no text for {quote_name(dotted_name(leaf.path))}")
     empty_leaves = [OrbaxNonArray(leaf.path, leaf.value_type) for leaf in leaves if leaf.is_empty]
     return (
         *empty_leaves,

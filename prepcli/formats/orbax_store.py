@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import CRC32C_NBYTES
 from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
@@ -100,7 +100,7 @@ class OrbaxStore:
         value = self.values.get(name, {}).pop(self._document, None)
         if value is None:
             why = f"the tree lists it, but it has no {self._document}"
-            raise DamagedError(f"{quote_name(name)} is not in the index of {self.folder}", why)
+            raise DamagedError(f"{quote_name(name)} is not in the index of {self.folder}", why, GET_AGAIN_HINT)
         try:
             return self.read_value(value, MAX_DOCUMENT_NBYTES)
         except ValueError as error:
@@ -161,7 +161,8 @@ def build_chunk_table(
         chunks = _require_every_chunk(name, zarr, values, is_complete)
     if len(values) > len(chunks):
         extra_key = next(iter(values.keys() - {zarr.chunk_key(index) for index in chunks}))
-        raise DamagedError(f"the index of {name} has chunk {quote_name(extra_key)}", f"its grid is {zarr.stored_grid}")
+        what, why = f"the index of {name} has chunk {quote_name(extra_key)}", f"its grid is {zarr.stored_grid}"
+        raise DamagedError(what, why, GET_AGAIN_HINT)
     return dict(_iter_shard_chunks(name, zarr, zarr.sharding, chunks, store, is_complete)) if zarr.sharding else chunks
 
 
@@ -188,7 +189,7 @@ def _iter_indices(grid: Sequence[int]) -> Iterator[ChunkIndex]:
 
 def _missing_chunk_error(name: str, key: str, is_complete: bool) -> PrepError:
     why = "" if is_complete else "chunks equal to the fill value are not stored, and the fill value is not 0"
-    return DamagedError(f"the index of {name} misses chunk {key}", why)
+    return DamagedError(f"the index of {name} misses chunk {key}", why, GET_AGAIN_HINT)
 
 
 def _iter_present_chunks(zarr: ZarrArray, values: Mapping[str, StoredValue]) -> Iterator[tuple[ChunkIndex, str]]:
@@ -240,24 +241,28 @@ def _read_shard_index(
     """Return the offset and size of each chunk of a shard; offset -1 for a missing chunk."""
     shard_nbytes = len(value) if isinstance(value, bytes) else value.nbytes
     nbytes = 16 * count + CRC32C_NBYTES * sharding.has_checksum
-    what = f"shard {key} of {name}"
+    shard = f"shard {key} of {name}"
     if nbytes > min(shard_nbytes, MAX_SHARD_INDEX_NBYTES):
-        raise DamagedError(f"{what} is broken", f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
+        raise _broken_shard_error(shard, f"its index takes {nbytes:,} bytes, it has {shard_nbytes:,}")
     try:
         index_bytes = store.read_value(
             _slice_value(value, shard_nbytes - nbytes if sharding.index_is_at_end else 0, nbytes), nbytes
         )
     except ValueError as error:
-        raise DamagedError(f"{what} is broken", str(error)) from error
+        raise _broken_shard_error(shard, str(error)) from error
     if sharding.has_checksum and index_bytes[-CRC32C_NBYTES:] != struct.pack(
         "<I", google_crc32c.value(index_bytes[:-CRC32C_NBYTES])
     ):
-        raise DamagedError(f"{what} is broken", "the checksum of its index does not match", "copy the checkpoint again")
+        raise _broken_shard_error(shard, "the checksum of its index does not match")
     entries: list[Any] = np.frombuffer(index_bytes, "<u8", 2 * count).reshape(-1, 2).tolist()
     ranges = [(-1, 0) if offset == nbytes == _ABSENT_CHUNK else (offset, nbytes) for offset, nbytes in entries]
     if (
         max((offset + nbytes for offset, nbytes in ranges), default=0) > shard_nbytes
         or sum(n for _, n in ranges) > shard_nbytes
     ):
-        raise DamagedError(f"{what} is broken", f"its index refers to bytes beyond its {shard_nbytes:,}")
+        raise _broken_shard_error(shard, f"its index refers to bytes beyond its {shard_nbytes:,}")
     return ranges
+
+
+def _broken_shard_error(shard: str, why: str) -> DamagedError:
+    return DamagedError(f"{shard} is broken", why, GET_AGAIN_HINT)

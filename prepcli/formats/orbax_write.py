@@ -121,7 +121,7 @@ def encode_zarray(meta: ArrayMeta, zstd_level: int | None = None) -> bytes:
 
 def _check_leaves(arrays: Sequence[ArrayMeta], non_arrays: Sequence[OrbaxNonArray]) -> None:
     if not arrays:
-        raise PrepError("the checkpoint would contain no arrays")
+        raise PrepError("cannot write an Orbax checkpoint without arrays", "the tree contains no arrays")
     for meta in arrays:
         if meta.dtype not in ZARR_TYPESTRS:
             raise PrepError(

@@ -273,7 +273,7 @@ def _unwrap_typed_tensor(call: PickledCall) -> PickledCall:
 
 
 def _parse_storage(value: object) -> tuple[TorchStorage, str]:
-    """Return the storage of a persistent reference, and the dtype of its tensors."""
+    """Return the storage that a persistent id names, and its dtype (`uint8` for an untyped storage)."""
     persistent_id = value.persistent_id if isinstance(value, PersistentRef) else None
     if not isinstance(persistent_id, tuple) or len(persistent_id) not in (5, 6) or persistent_id[0] != "storage":
         raise ValueError("it refers to an object that is not a storage")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from prepcli.errors import PrepError
 
 MAX_CONFIG_NBYTES = 16 << 20
+BROKEN_CONFIG_HINT = "correct it, or get it again"
 MAX_SMALL_FILE_NBYTES = 100_000_000  # a manifest or another document that grows with a model
 
 

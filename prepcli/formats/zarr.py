@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import COMPRESSORS, CRC32C
 from prepcli.formats.orbax import ZARR_TYPESTRS
 from prepcli.formats.untrusted import parse_json, quote_name
@@ -81,7 +81,7 @@ def parse_zarr_document(name: str, file_name: str, text: bytes) -> ZarrArray:
 
 def broken_document_error(name: str, file_name: str, why: str) -> PrepError:
     """Return the error for an invalid metadata document."""
-    return DamagedError(f"the {file_name} of {name} is broken", why)
+    return DamagedError(f"the {file_name} of {name} is broken", why, GET_AGAIN_HINT)
 
 
 def _parse_v2(name: str, document: Mapping[str, Any]) -> ZarrArray:
@@ -173,9 +173,8 @@ def _parse_named_config(name: str, value: Any, what: str) -> _Codec:
 def _byte_codec_names(name: str, codecs: Sequence[_Codec]) -> tuple[str, ...]:
     """Return the names of the bytes-to-bytes codecs: at most one compressor, then at most one checksum."""
     if not codecs or codecs[0][0] != "bytes":
-        raise _unsupported_storage_error(
-            f"{name} is stored with {quote_name(codecs[0][0]) if codecs else 'no codec'} in place of `bytes`"
-        )
+        first_codec = f"has {quote_name(codecs[0][0])} as its first zarr codec" if codecs else "has no zarr codec"
+        raise _unsupported_storage_error(f"{name} {first_codec}; an array must begin with the codec `bytes`")
     if codecs[0][1].get("endian", "little") != "little":
         raise _unsupported_storage_error(f"{name} is stored big endian")
     names = tuple(codec_name for codec_name, _ in codecs[1:])
@@ -207,7 +206,9 @@ def _parse_shapes(name: str, file_name: str, shape: Any, chunk_shape: Any) -> tu
         or len(shape_extents) > MAX_DIMS
         or math.prod(chunk_extents) >> MAX_CHUNK_BITS
     ):
-        raise broken_document_error(name, file_name, f"shape {shape!s:.100}, chunks {chunk_shape!s:.100}")
+        needs = f"equal ranks of at most {MAX_DIMS}, and chunks of 1 to 2**{MAX_CHUNK_BITS} - 1 elements"
+        shapes = f"shape {shape!s:.100} and chunk shape {chunk_shape!s:.100}"
+        raise broken_document_error(name, file_name, f"{shapes} must be lists of extents with {needs}")
     return shape_extents, chunk_extents
 
 

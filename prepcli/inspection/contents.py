@@ -71,7 +71,7 @@ class TensorEntry:
 
     @property
     def first_chunk(self) -> StoredRange | None:
-        """Byte range of the first chunk; None if it is in an index, or not stored."""
+        """Byte range of the first chunk; None if the chunk is inline in an index, or not stored."""
         stored = self.encoded_first_chunk
         if stored is None:
             stored = next(iter(self.chunks.values()), None)
@@ -346,5 +346,5 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
 
 
 def _name_pattern(row: Row) -> str:
-    """Return a regular expression for the names of a row's tensors, with any layer number."""
+    """Return a regular expression for the tensor names of an axis-map row, with any layer number."""
     return "".join(re.escape(part) if isinstance(part, str) else "[0-9]+" for part in row.name_parts)

@@ -80,7 +80,7 @@ def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str
         display_name: Name of the checkpoint in messages.
 
     Raises:
-        PrepError: No leaf or several leaves match (usage).
+        UsageError: No leaf or several leaves match.
     """
     matches = [name for name in leaves if name in (pattern, f"{PARAMS}.{pattern}")]
     matches = matches or [name for name in leaves if f".{pattern}." in f".{name}." or fnmatchcase(name, pattern)]

@@ -37,7 +37,7 @@ class TensorUse:
 
     Attributes:
         path: Path of the leaf in the parameter tree.
-        parameter: Path of the row in the family's table; differs from `path` if the row describes one leaf per layer.
+        parameter: Path of the axis-map row; differs from `path` if the row describes one leaf per layer.
         axis_map: Maps the tensor's elements to the leaf's.
         stacked_indices: (atom, index) of each stacked atom in the tensor's name.
     """
@@ -182,13 +182,13 @@ def match_tensors(
     options: MatchOptions,
     source_name: str,
 ) -> Accounting:
-    """Match a source's tensors with the rows of its family's parameter table.
+    """Match a source's tensors with the axis-map rows of its family.
 
     Args:
         names: The source's naming scheme.
         config: The model's Hugging Face config.
         sizes: Extent of each atom.
-        rows: Parsed rows of the family's table, by leaf path.
+        rows: Parsed axis-map rows of the family, by leaf path.
         tensors: The source's tensors, by bare name.
         options: The user's options.
         source_name: The source's name in errors.
@@ -300,7 +300,7 @@ def _find_dropped(
 def _check_drop_patterns(
     names: TensorNames, options: MatchOptions, dropped_names: Collection[str], source_name: str
 ) -> None:
-    """Raise a usage PrepError for a `--drop` pattern that matches no dropped tensor."""
+    """Raise UsageError for a `--drop` pattern that matches no dropped tensor."""
     for pattern in options.drop:
         bare = pattern.removeprefix(names.family.prefix)
         if not any(fnmatch.fnmatchcase(name, bare) for name in dropped_names):

@@ -64,7 +64,7 @@ def unwritten_spans(plan: Plan) -> Iterator[FileSpan]:
 
 def stream_write_spans(stream: Stream) -> Iterator[FileSpan]:
     """Yield the byte ranges of the data files written by a stream."""
-    return _declared_spans(stream, stream.writes, itemsize(stream.written_dtype))
+    return _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
 
 
 def _check_stream(stream: Stream) -> None:
@@ -81,7 +81,7 @@ def _check_stream(stream: Stream) -> None:
 
 
 def _row_indices(dim: TensorDim) -> set[int]:
-    """Return the indices of a tensor dim mapped by a row."""
+    """Return the indices of a tensor dim mapped by an axis-map row."""
     indices = [dim.start]
     for factor, stride in zip(dim.factors, strides([f.extent for f in dim.factors])):
         factor_indices = range(factor.extent) if factor.fixed is None else (factor.fixed,)
@@ -106,7 +106,7 @@ def _slab_copies(plan: Plan, slabs: Iterable[Slab], direction: Literal["reads", 
 def _expected_read_spans(plan: Plan) -> Iterator[FileSpan]:
     """Yield the byte ranges of all streams in their source files."""
     for stream in plan.streams:
-        yield from _declared_spans(stream, stream.reads, itemsize(stream.dtype))
+        yield from _stream_spans(stream, stream.reads, itemsize(stream.dtype))
 
 
 def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
@@ -115,11 +115,11 @@ def _expected_write_spans(plan: Plan) -> Iterator[FileSpan]:
         yield from _chunk_spans(leaf)
     if not plan.leaves:
         for stream in plan.streams:
-            yield from _declared_spans(stream, stream.writes, itemsize(stream.written_dtype))
+            yield from _stream_spans(stream, stream.writes, itemsize(stream.written_dtype))
 
 
-def _declared_spans(stream: Stream, locations: Locations, item_nbytes: int) -> Iterator[FileSpan]:
-    """Yield the byte ranges of a stream's rows at its locations."""
+def _stream_spans(stream: Stream, locations: Locations, item_nbytes: int) -> Iterator[FileSpan]:
+    """Yield the byte ranges that a stream's rows occupy in the files of `locations` (its reads or its writes)."""
     for location in locations if stream.nbytes else ():
         if isinstance(location, Contiguous):
             start, stop = (byte // itemsize(stream.dtype) * item_nbytes for byte in stream.byte_range)

@@ -312,7 +312,7 @@ class Plan:
 
 
 def _describe_stream(stream: Stream, display_name: str) -> str:
-    """Return the dtype, the moved rows and the size of a stream, and how the rows are filled, as one line."""
+    """Return one line with a stream's name, dtype, cast, shape, range of rows, bytes written and fill."""
     cast = f" as {stream.cast_to}" if stream.cast_to else ""
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"

@@ -15,7 +15,7 @@ from trainer.models.launchers import MAX_PROCESSES, detect_launcher
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Process number `index`, from 0, of `count` processes that write one output."""
+    """The part of one output that process number `index`, from 0, of `count` processes writes."""
 
     count: int = 1
     index: int = 0
@@ -41,7 +41,7 @@ def parse_share(text: str) -> Share:
         The share.
 
     Raises:
-        PrepError: The text has another form, or I is not below N (a usage error).
+        UsageError: The text has another form, or I is not below N.
     """
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip(), re.ASCII)
     if match is None:

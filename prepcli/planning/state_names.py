@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def qualify(slot: str, tensor: str) -> str:
-    """Return the name of a tensor in a slot. A parameter keeps its name; the slot of other leaves is empty."""
+    """Return the qualified name: TENSOR for a parameter, SLOT/TENSOR in an optimizer slot, /LEAF for other leaves."""
     return tensor if slot == PARAMS else f"{slot}{SEPARATOR}{tensor}"
 
 
@@ -30,7 +30,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def find_slots(leaves: Shapes, parameters: Shapes) -> tuple[str, ...]:
-    """Return the dotted names of the slots in an optimizer state.
+    """Return the dotted names of the slots (subtrees with one leaf per parameter) in an optimizer state.
 
     Args:
         leaves: Shapes of all leaves of the state, by dotted name.

@@ -44,7 +44,7 @@ def translate_errors(
 
 
 def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
-    """Return the PrepError for an error of huggingface_hub; None if it is another error."""
+    """Return the PrepError for an error of huggingface_hub; None for other errors."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
@@ -61,7 +61,7 @@ def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offli
     if is_malformed_answer(error):
         return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
     if type(error).__name__ == "TooManyRedirects":
-        return PrepError(what, f"the hub redirects in a circle{at_endpoint()}", CHECK_ENDPOINT)
+        return PrepError(what, f"the hub answers with a redirect loop{at_endpoint()}", CHECK_ENDPOINT)
     is_missing = isinstance(error, FileNotFoundError)  # the library's errors about the cache are subclasses
     if is_missing and offline:
         variable = os.environ.get("HF_HUB_OFFLINE", "1")

@@ -57,7 +57,7 @@ class HubRangeReader:
             if isinstance(count_or_redirect, int):
                 return count_or_redirect
             file_url = count_or_redirect
-        raise RetryableError("its URL redirects in a circle")
+        raise RetryableError("its URL leads to a redirect loop")
 
     def _hub_url(self, file: RemoteFile) -> str:
         from huggingface_hub import hf_hub_url

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from prepcli.engine.files import ByteArray
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import RESUME_HINT, PrepError, usage_error
 from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, MAX_TRIES, WRITE_TIMEOUT_FACTOR, RetryPolicy, call_with_timeout
 
@@ -68,7 +68,7 @@ def parse_url(text: str) -> ObjectStoreUrl:
     """Parse `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
 
     Raises:
-        PrepError: The scheme is not supported, or bucket or path are invalid (usage).
+        UsageError: The scheme is not supported, or bucket or path are invalid.
     """
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None:
@@ -220,7 +220,7 @@ class Bucket:
             written = _remote_file(path, self._call_with_timeout(lambda: self.store.head(self.url.key(path))))
         if written.size != size:
             why = f"the object has {written.size:,} bytes, the file {size:,}"
-            raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, "run the same command again")
+            raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
         return written
 
     def delete(self, path: str) -> None:
@@ -246,7 +246,7 @@ class Bucket:
         what, status = f"cannot {verb} {self.name}", _status(error)
         if _is_timeout(error) or status >= 500:
             why = redacted_error_text(error) if status else self._failure_text(error)
-            return PrepError(what, why, "check the network and run the same command again: written objects are kept")
+            return PrepError(what, why, f"check the network, then {RESUME_HINT}")
         return PrepError(what, redacted_error_text(error), _HINTS[self.url.scheme])
 
     @contextmanager

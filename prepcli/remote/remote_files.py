@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prepcli.engine.files import ByteArray, allocate_buffer
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
 
 MAX_STALLED_TRIES = 8  # consecutive tries that bring almost no bytes
@@ -82,7 +82,9 @@ class RangeReader(Protocol):
 
 def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
     """Return the error for a file whose content is not the listed one."""
-    return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", "run again with `--restart`")
+    return PrepError(
+        f"{file.path} changed while it was read", f"in {reader.name}: {why}", f"{RERUN_HINT} with `--restart`"
+    )
 
 
 def read_range(
@@ -138,7 +140,7 @@ def _backoff_s(tries: int, failure: RetryableError) -> float:
 
 
 def _gave_up_error(reader: RangeReader, file: RemoteFile, failure: RetryableError, tries: int) -> PrepError:
-    hint = "check the network and run the same command again: it continues from where it stopped"
+    hint = f"check the network, then {RESUME_HINT}"
     return PrepError(f"cannot read {file.path} of {reader.name}", f"{tries} tries in a row failed: {failure}", hint)
 
 
@@ -203,7 +205,7 @@ class ReadAheadCache:
         """
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
-            raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why)
+            raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT)
         if into.size >= DIRECT_READ_NBYTES:
             read_range_in_parallel(self._reader, file, offset=offset, into=into)
             return

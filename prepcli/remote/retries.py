@@ -84,7 +84,7 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
     """Read the time-out from PREP_TIMEOUT, or from HF_HUB_DOWNLOAD_TIMEOUT.
 
     Raises:
-        PrepError: It is not a number of seconds in (0, 86400] (usage).
+        UsageError: The value is not a number of seconds above 0, at most 86400.
     """
     name = TIMEOUT_VARIABLE if environ.get(TIMEOUT_VARIABLE) else HUB_TIMEOUT_VARIABLE
     text = environ.get(name, "").strip()
@@ -95,7 +95,9 @@ def retry_policy_from_env(environ: Mapping[str, str], note: Callable[[str], obje
     except ValueError:
         timeout_s = math.nan
     if not 0 < timeout_s <= 86400:
-        raise usage_error(f"{name}={text[:40]} is invalid", "it takes seconds, at most 86400", f"{name}=30")
+        raise usage_error(
+            f"{name}={text[:40]} is invalid", "it must be a number of seconds above 0, at most 86400", f"{name}=30"
+        )
     return RetryPolicy(timeout_s, note)
 
 

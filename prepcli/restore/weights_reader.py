@@ -45,7 +45,7 @@ class WeightsReader:
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
-        """Match the tensors of a source with its family's rows and open its files.
+        """Match the tensors of a source with its family's axis-map rows and open its files.
 
         Args:
             source: The checkpoint.

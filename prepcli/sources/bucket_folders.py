@@ -41,7 +41,8 @@ def open_bucket_folder(reference: BucketUrl, access: Access) -> BucketFolder:
     """List the files of a checkpoint in an object store.
 
     Raises:
-        PrepError: The store is unreachable or has nothing there; or `access` excludes URLs (usage).
+        PrepError: The store is unreachable or has nothing there.
+        UsageError: `access` excludes URLs.
     """
     name = reference.display_name
     if access.offline:

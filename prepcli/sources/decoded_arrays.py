@@ -17,7 +17,7 @@ import numpy as np
 
 from prepcli.engine.chunk_cache import ChunkCache, ChunkReader
 from prepcli.engine.files import ByteArray, io_error
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.codecs import (
     READ_BLOCK_NBYTES,
     ZSTD_HEADER_NBYTES,
@@ -52,11 +52,11 @@ class DecodedArray:
         return f"{quote_name(self.meta.name)} of {self.item.folder}"
 
     def stored_value(self, index: tuple[int, ...]) -> StoredValue | None:
-        """Return the stored value of a chunk; None if it is not stored, which means zeros."""
+        """Return the stored value of a chunk; None if the chunk is not stored, which means zeros."""
         return self.item.chunks[self.array_number].get(index)
 
     def chunk_path(self, index: tuple[int, ...]) -> Path:
-        """Return the file that stores a chunk; the item's folder if it is in the index or not stored."""
+        """Return the file that stores a chunk; the item's folder if the chunk is inline in the index or not stored."""
         value = self.stored_value(index)
         return self.item.files[value.file] if isinstance(value, StoredRange) else self.item.folder
 
@@ -150,7 +150,7 @@ def chunk_error(blob: DecodedArray, index: tuple[int, ...], error: ValueError | 
     if isinstance(error, OSError):
         return io_error(blob.chunk_path(index), error)
     what = f"chunk {chunk_key(index)} of {blob.name} cannot be decoded"
-    return DamagedError(what, f"{blob.chunk_path(index).name}: {error}", "copy the checkpoint again")
+    return DamagedError(what, f"{blob.chunk_path(index).name}: {error}", GET_AGAIN_HINT)
 
 
 class _InlineValue:

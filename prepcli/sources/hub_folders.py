@@ -47,7 +47,7 @@ def open_hub_folder(repo: HubRepo, access: Access) -> Folder:
     if is_offline and access.stream:
         why = "--offline" if access.offline else f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')}"
         raise PrepError(
-            f"cannot stream {hub_id}", f"{why} disables network access", "without `--stream` the cache is used"
+            f"cannot stream {hub_id}", f"{why} disables network access", "remove `--stream` to read from the cache"
         )
     with translate_errors(hub_id, revision, offline=is_offline, is_streamed=access.stream):
         if is_offline:

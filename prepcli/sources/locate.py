@@ -51,8 +51,8 @@ def locate(
         access: How a remote checkpoint may be read.
 
     Raises:
-        PrepError: The argument is no known name or path (usage), or the checkpoint does not exist, is not readable or
-            has an unsupported format.
+        UsageError: The argument is no known name or path.
+        PrepError: The checkpoint does not exist, is not readable or has an unsupported format.
     """
     reference = parse_reference(name, revision, step=step, cwd=cwd)
     folder = open_folder(reference, access)
@@ -74,7 +74,8 @@ def open_folder(reference: Reference, access: Access) -> Folder:
     """List the files of a checkpoint.
 
     Raises:
-        PrepError: The checkpoint cannot be reached, or `access` excludes it (usage).
+        PrepError: The checkpoint cannot be reached.
+        UsageError: The reference is a URL, and `access` excludes URLs.
     """
     match reference:
         case LocalPath() | RunStep():
@@ -88,7 +89,7 @@ def open_folder(reference: Reference, access: Access) -> Folder:
 
 
 def _manifest_name(reference: Reference, local_files: LocalFiles) -> str:
-    """Return the model name in the manifest; empty if it has a slash, which would leave the output folder."""
+    """Return the model name in the manifest; empty if the name has a slash, which would leave the output folder."""
     if isinstance(reference, HubRepo):
         return ""
     with local_files.rename_in_errors(reference.display_name):

@@ -104,7 +104,7 @@ def parse_reference(
         cwd: Folder that relative paths start from, without `step`; the working directory by default.
 
     Raises:
-        PrepError: It is no known name or path, or has no such revision or step (usage).
+        UsageError: The argument is no known name or path, or has no such revision or step.
     """
     if step is not None:
         return _without_revision(_parse_step(name, step), revision)
@@ -124,20 +124,22 @@ def default_checkpoint(cwd: Path, is_candidate: Callable[[Path], bool] = Path.is
     """Return the only folder in `cwd` that prep wrote and for which `is_candidate` is true.
 
     Raises:
-        PrepError: There is none, or more than one (usage).
+        UsageError: There is no such folder, or more than one.
     """
     candidates = sorted(folder for folder in _visible_folders(cwd) if _has_manifest(folder) and is_candidate(folder))
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
         raise usage_error(
-            "no checkpoint was named",
-            f"no suitable folder here has a {MANIFEST_FILE}",
+            "no checkpoint given",
+            f"no suitable folder in the current folder has a {MANIFEST_FILE}",
             "name a folder, alias or hub id",
         )
     names = ", ".join(f"./{path.name}" for path in candidates)
     raise usage_error(
-        "no checkpoint was named", f"{len(candidates)} folders here have a {MANIFEST_FILE}", f"name one of: {names}"
+        "no checkpoint given",
+        f"{len(candidates)} folders in the current folder have a {MANIFEST_FILE}",
+        f"name one of: {names}",
     )
 
 
@@ -151,7 +153,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def _parse_step(run: str, step: int) -> RunStep:
-    """Return the reference to a run's step; raise a usage PrepError if the run does not have it."""
+    """Return the reference to a run's step; raise UsageError if the run does not have it."""
     reference = RunStep(Path(run), step)
     steps = saved_steps(reference.path.parent)
     if step in steps:
@@ -161,7 +163,7 @@ def _parse_step(run: str, step: int) -> RunStep:
 
 
 def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str | None) -> Reference:
-    """Return the reference; raise a usage PrepError for a revision, which only models on the hub have."""
+    """Return the reference; raise UsageError for a revision, which only models on the hub have."""
     if revision is None:
         return reference
     what = f"`{reference.display_name}` has no revision {revision}"
@@ -169,7 +171,7 @@ def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str 
 
 
 def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
-    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`; raise a usage PrepError for other texts."""
+    """Parse `ALIAS`, `OWNER/NAME` or either with `@REVISION`; raise UsageError for other texts."""
     name, revision = _split_revision(name, revision)
     if reason := _path_reason(name):
         raise _missing_path_error(name, reason, cwd)
@@ -181,7 +183,7 @@ def _parse_hub_name(name: str, revision: str | None, cwd: Path) -> HubRepo:
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
-    """Split `NAME@REVISION`; raise PrepError if REVISION is empty or contradicts `--revision`."""
+    """Split `NAME@REVISION`; raise UsageError if REVISION is empty or contradicts `--revision`."""
     bare_name, separator, suffix = name.rpartition("@")
     if not separator or not bare_name:
         return name, revision

@@ -14,7 +14,7 @@ from prepcli.engine.blobs import Blob
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE
-from prepcli.formats.untrusted import MAX_CONFIG_NBYTES, read_small_file
+from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.accounting import Accounting, MatchOptions, TensorInfo, TensorNames, match_tensors
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
@@ -31,7 +31,7 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".g
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a source: its name in the parameter rows, its location and its recorded digests."""
+    """A tensor of a source: its name in the axis-map rows, its location and its recorded digests."""
 
     name: str
     dtype: str
@@ -117,7 +117,7 @@ class Source:
 
 
 def match_source_tensors(source: Source, table: Mapping[str, Row], options: MatchOptions) -> Accounting:
-    """Match the tensors of a source with the parameter rows of its family.
+    """Match the tensors of a source with the axis-map rows of its family.
 
     Raises:
         PrepError: Tensors are missing, unexpected or of another shape.
@@ -135,12 +135,15 @@ def match_source_tensors(source: Source, table: Mapping[str, Row], options: Matc
 
 
 def stored_rows(source: Source) -> dict[str, Row]:
-    """Return the parameter rows with layers stacked as in the source (on axis 0 if it is no prep checkpoint)."""
+    """Return the axis-map row of each parameter, with layers stacked as in the source.
+
+    Layers of a checkpoint that prep did not write are stacked on axis 0.
+    """
     return source_rows(source, source.tree_manifest.get("scan", True), source.tree_manifest.get("scan_axis", 0))
 
 
 def source_rows(source: Source, scan: bool = True, scan_axis: int = 0) -> dict[str, Row]:
-    """Return the parameter rows of the source's family, by path."""
+    """Return the axis-map row of each parameter of the source's family, by path."""
     return parameter_rows(source.family, source.config, scan, scan_axis, {t.name for t in source.tensors})
 
 
@@ -155,9 +158,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is broken", str(error)) from error
+        raise DamagedError(f"{path} is broken", str(error), BROKEN_CONFIG_HINT) from error
     if not isinstance(config, dict):
-        raise DamagedError(f"{path} is broken", "it is not a JSON object")
+        raise DamagedError(f"{path} is broken", "it is not a JSON object", BROKEN_CONFIG_HINT)
     return config
 
 

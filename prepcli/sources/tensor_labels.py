@@ -17,7 +17,8 @@ class TensorLabel:
     Attributes:
         leaf: Dotted path of the leaf, `params.` included; several, separated by commas, if the tensor is split. Empty
             if the tensor belongs to no parameter.
-        tensor: Name in the checkpoint's files, without the optimizer slot if `leaf` has it.
+        tensor: Name in the checkpoint's files, without the optimizer slot (such as `opt_state.adam.mu/`) if `leaf` has
+            it.
     """
 
     leaf: str

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import ChunkGrid, Placement
@@ -52,7 +52,7 @@ class StoredLeaf:
     locate_chunks: Callable[[LeafPiece], Placement]
 
     def region(self, name: str, row: AxisMap, stacked_indices: tuple[tuple[str, int], ...]) -> Region:
-        """Return the region of this leaf, called `name`, that stores one tensor of the row."""
+        """Return the region of this leaf, called `name`, that stores one tensor of the axis-map row `row`."""
         grid = ChunkGrid(self.shape, self.chunk_shape)
         piece = LeafPiece(name, row, stacked_indices, grid, itemsize(self.dtype))
         return Region(row, stacked_indices, piece.grid, self.locate_chunks(piece), piece.itemsize)
@@ -86,7 +86,8 @@ def tensors_from_manifest(
     leaf_tensors = tuple(_leaf_tensors(kept_rows, family.sizes(config)))
     for path, row, _, _ in leaf_tensors:
         if f"{PARAMS}.{path}" not in leaves:
-            raise DamagedError(f"{folder} lacks the leaf {PARAMS}.{path}", "its manifest and its tree differ")
+            what = f"{folder} lacks the leaf {PARAMS}.{path}"
+            raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
         _check_leaf_shape(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     slots = find_slots(shapes, {path: row.leaf_shape for path, row, _, _ in leaf_tensors})
@@ -163,7 +164,7 @@ class TreeFormat:
     has_prefix: bool = True
 
     def rows(self, family: Family, config: HFConfig) -> dict[str, Row]:
-        """Return the parameter rows of this format, by path below the root."""
+        """Return the axis-map row of each parameter in this format, by path below `root`."""
         if self.layout == NATIVE_LAYOUT:
             return parameter_rows(family, config, self.layer_axis is not None, self.layer_axis or 0)
         rows = layout_rows(family.layouts[self.layout], config, self.layer_axis)

@@ -107,7 +107,7 @@ def _leaf_uses(source: Source, layout: str, tensors: Collection[str], vocab_size
 
 
 def _layout_rows(source: Source, layout: str, tensors: Collection[str]) -> dict[str, Row]:
-    """Return the rows of the layout, without the row of a tied head."""
+    """Return the axis-map rows of the layout, without the row of a tied head."""
     family = source.family
     rows = layout_rows(family.layouts[layout], source.config)
     has_head = not family.is_tied(source.config) or family.tying.head_tensor in tensors

@@ -95,7 +95,7 @@ def make_item(
 
     Args:
         source: The opened source.
-        accounting: The matches between tensors and rows.
+        accounting: The matches between tensors and axis-map rows.
         table: Rows of the model's leaves, by path.
         vocab_size: Vocabulary rows in the item.
         partitioning: Mesh and rules that determine the chunks.
@@ -161,7 +161,7 @@ _LeafUse = tuple[
 
 
 def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row], vocab_size: int) -> Iterator[_LeafUse]:
-    """Yield each tensor with its leaf. Moments use the rows of their parameters, other state leaves are unchanged."""
+    """Yield each tensor with its leaf. Moments use the axis-map rows of their parameters; other state is unchanged."""
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(row, sizes) for path, row in table.items()}
     state = [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]

@@ -132,7 +132,10 @@ def _vocab_streams(tensor: SourceTensor, target: TensorTarget, resize: VocabResi
 
 
 def dropped_state(source: Source) -> Iterator[DroppedTensor]:
-    """Yield the parts of a training state other than parameters: each slot, and each leaf outside of slots."""
+    """Yield the parts of a training state other than parameters.
+
+    They are the optimizer slots (subtrees with one leaf per parameter) and each leaf outside of slots.
+    """
     groups: dict[str, int] = {}
     for tensor in source.state_tensors:
         slot, name = split_name(tensor.name)

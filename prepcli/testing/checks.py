@@ -91,7 +91,7 @@ def _require(condition: object, reason: str) -> None:
 
 
 def check_coverage(subject: FamilyUnderTest) -> str:
-    """Check that the rows map each element of the tensors and of the leaves exactly once."""
+    """Check that the axis-map rows map each element of the tensors and of the leaves exactly once."""
     leaves = {path: np.zeros(leaf.shape, np.int32) for path, leaf in subject.tiny_model.model.leaves.items()}
     tensors = {
         location.tensor: np.zeros(location.axis_map.source_shape, np.int32) for location in subject.tiny_model.locations
@@ -121,7 +121,7 @@ def check_round_trip(subject: FamilyUnderTest) -> str:
 
 
 def check_params(subject: FamilyUnderTest) -> str:
-    """Compare the parameters that prep loads with those that NumPy computes from the rows."""
+    """Compare the parameters that prep loads with those that NumPy computes from the axis-map rows."""
     loaded = flatten_tree(load_params(subject.folder))
     expected = flatten_tree(subject.params)
     _require(loaded.keys() == expected.keys(), f"leaves in only one tree: {sorted(loaded.keys() ^ expected.keys())}")

@@ -9,7 +9,7 @@ import xxhash
 from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import TextChunk
-from trainer.models.errors import PrepError
+from trainer.models.errors import RERUN_HINT, PrepError
 from trainer.recipe.text_fields import DataType, TextFields
 
 
@@ -36,7 +36,7 @@ def read_text_chunks(
         raise io_error(file.path, error) from error
     if state.hexdigest() != file.digest:
         why = "its digest differs from the one taken before, so its tokens could not be identified"
-        raise PrepError(f"{file.path} changed while it was read", why, "run again once it is complete")
+        raise PrepError(f"{file.path} changed while it was read", why, f"{RERUN_HINT} once it is complete")
 
 
 def _hash_while_reading(blocks: Iterable[bytes], state: xxhash.xxh3_128) -> Iterator[bytes]:

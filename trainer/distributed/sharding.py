@@ -41,7 +41,7 @@ class ShardingContext:
         """Return the sharding of a parameter; None without devices.
 
         Raises:
-            PrepError: The mesh does not divide the parameter (a usage error).
+            UsageError: The mesh does not divide the parameter.
         """
         return self._to_named_sharding(self.param_spec(leaf))
 
@@ -49,7 +49,7 @@ class ShardingContext:
         """Return the mesh axes that split each dim of a parameter; None without a mesh.
 
         Raises:
-            PrepError: The mesh does not divide the parameter (a usage error).
+            UsageError: The mesh does not divide the parameter.
         """
         return None if self.mesh is None else partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules)
 
@@ -65,7 +65,7 @@ class ShardingContext:
             *dims: The logical dim of each axis.
 
         Raises:
-            PrepError: The mesh does not divide the activation (a usage error).
+            UsageError: The mesh does not divide the activation.
         """
         spec = self._activation_spec(shape, dims)
         return None if spec is None else self._to_named_sharding(spec)
@@ -114,7 +114,8 @@ def make_sharding_context(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingC
         The context with its device mesh.
 
     Raises:
-        PrepError: The number of devices does not fit the mesh (a usage error), or JAX finds no devices.
+        UsageError: The number of devices does not fit the mesh.
+        PrepError: JAX finds no devices.
     """
     devices = _jax_devices()
     hosts, kind = jax.process_count(), devices[0].device_kind

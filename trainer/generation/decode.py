@@ -34,7 +34,7 @@ class GenerationConfig:
         sampling: How tokens are sampled.
 
     Raises:
-        PrepError: `max_new_tokens` is less than 1 (a usage error).
+        UsageError: `max_new_tokens` is less than 1.
     """
 
     max_new_tokens: int
@@ -49,7 +49,7 @@ class GenerationConfig:
 
 
 class PromptBatch(NamedTuple):
-    """Prompts and new tokens in slots.
+    """Prompts and new tokens in slots, the positions of the axis S.
 
     Attributes:
         tokens: int32 [B, S].

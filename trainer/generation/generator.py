@@ -25,7 +25,7 @@ STEPS_PER_CHECK = 16  # decoding steps between checks whether all rows have ende
 
 
 class _CompiledFunction:
-    """A function of arrays, compiled once per combination of shapes and shardings.
+    """A function of arrays, compiled once per combination of shapes, dtypes, shardings and static arguments.
 
     Attributes:
         compile_s: Seconds of compilation so far.
@@ -102,8 +102,7 @@ class Generator:
             The new tokens of each prompt, up to and including the first end token.
 
         Raises:
-            PrepError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions (usage
-                errors).
+            UsageError: A prompt is empty or has an unknown token, or the new tokens exceed the model's positions.
         """
         check_prompts(prompts, sources, model=self.model, generation_config=self.generation_config)
         max_new_tokens = self.generation_config.max_new_tokens
@@ -154,8 +153,8 @@ def check_prompts(
         generation_config: Options of generation.
 
     Raises:
-        PrepError: Sources are missing or not supported, a prompt is empty, a token id is out of range, or there are
-            too many new tokens (usage errors).
+        UsageError: Sources are missing or not supported, a prompt is empty, a token id is out of range, or there are
+            too many new tokens.
     """
     arch_config, rows = model.arch_config, [*prompts, *(sources or ())]
     max_new_tokens = generation_config.max_new_tokens

@@ -29,7 +29,7 @@ class Sampling:
         seed: Seed of the random key.
 
     Raises:
-        PrepError: A value is out of range (a usage error).
+        UsageError: A value is out of range.
     """
 
     temperature: float = 0.0

@@ -265,7 +265,7 @@ def _read_window(window: Any) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise PrepError("config.json is invalid", f"sliding_window is {window!r:.60}, it must be an integer from 1 on")
+        raise PrepError("config.json is invalid", f"sliding_window is {window!r:.60}, it must be a positive integer")
     return min(window, MAX_WINDOW)
 
 

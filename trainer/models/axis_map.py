@@ -226,7 +226,8 @@ class _SizeLookup:
         """Return the extent of an atom in the tree."""
         size = self.extent(atom)
         if padded.get(atom, size) < size:
-            raise _row_error(self.row, f"`{atom}` would be padded from {size} to {padded[atom]}")
+            why = f"`{atom}` has size {size} and cannot be padded to {padded[atom]}, which is smaller"
+            raise _row_error(self.row, why)
         return padded.get(atom, size)
 
     def index_list(self, name: str) -> tuple[int, ...]:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 OK, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
+GET_AGAIN_HINT = "get or create the checkpoint again"
+RERUN_HINT = "run the same command again"
+RESUME_HINT = f"{RERUN_HINT} to resume"
+
 
 @dataclass(eq=False)  # eq=True would make it unhashable, and tracebacks hash their exceptions
 class PrepError(Exception):

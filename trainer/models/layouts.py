@@ -1,4 +1,4 @@
-"""Parameter trees of other libraries for the same tensors, derived from the rows of a family. No I/O, no jax."""
+"""Parameter trees of other libraries for the same tensors, derived from a family's axis-map rows. No I/O, no jax."""
 
 from __future__ import annotations
 

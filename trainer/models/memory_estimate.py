@@ -53,7 +53,7 @@ STATE_COPIES = 3  # a parameter and its two moments
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 3
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
-ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of an MLP without a gate needs
+ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
 NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # by `block_type`
@@ -326,7 +326,7 @@ class _LayerStack:
         return 2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
 
     def _saved_scores_nbytes(self) -> int:
-        """Return the bytes of scores that the derivative of attention needs, or of their log-sum-exp and tiles."""
+        """Return the bytes of attention scores saved for the backward pass; in tiles, of their log-sum-exp."""
         if self.inputs.attention_tile is not None:
             normalizers = FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim")
             return normalizers * len(self.kv_lengths)
@@ -346,7 +346,7 @@ class _LayerStack:
         return self._mlp_nbytes() if self.arch_config.experts_per_token else 0
 
     def _mlp_nbytes(self) -> int:
-        """Return the bytes that the derivative of one MLP needs."""
+        """Return the bytes that the backward pass of one MLP needs."""
         num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
         return num_arrays * self.inputs.itemsize * self._mlp_hidden_size()
 

@@ -36,7 +36,7 @@ class Mesh:
         return "!" * self.plain_order + ",".join(texts)
 
     def size(self, axis: str) -> int:
-        """Return the size of an axis: 1 if the mesh lacks it; raise PrepError (usage) if it is still -1."""
+        """Return the size of an axis: 1 if the mesh lacks it; raise UsageError if the size is still -1."""
         size = dict(zip(self.names, self.sizes)).get(axis, 1)
         if size == -1:
             what = f"mesh {self} has no size for {axis}"
@@ -45,7 +45,7 @@ class Mesh:
 
     @property
     def n_devices(self) -> int:
-        """Number of devices. Raises PrepError (usage) if an axis is still -1."""
+        """Number of devices; raise UsageError if the size of an axis is still -1."""
         return math.prod(map(self.size, self.names))
 
 
@@ -63,7 +63,7 @@ def parse_mesh(text: str, origin: str = "--mesh") -> Mesh:
         The mesh.
 
     Raises:
-        PrepError: The text is not a valid mesh (usage).
+        UsageError: The text is not a valid mesh.
     """
     body = text.strip()
     entries = [entry.strip() for entry in body.removeprefix("!").split(",")]
@@ -87,7 +87,7 @@ def resolve_mesh(mesh: Mesh, n_devices: int, hardware: str = "") -> Mesh:
         A mesh of `n_devices` devices.
 
     Raises:
-        PrepError: The sizes do not match the number of devices (usage).
+        UsageError: The sizes do not match the number of devices.
     """
     known_devices = math.prod(size for size in mesh.sizes if size != -1)
     hint = f"`--set mesh=1,{n_devices},1`"
@@ -170,7 +170,7 @@ def _normalize_mesh(sizes: Mapping[str, int], plain_order: bool) -> Mesh:
 
 
 def check_axis_name(axis: str, option: str) -> None:
-    """Raise a usage PrepError for an unknown mesh axis, with the standard name if there is one."""
+    """Raise UsageError for an unknown mesh axis, with the standard name if there is one."""
     standard_names = {"tp": "mp", "tensor": "mp", "model": "mp", "data": "dp", "cp": "sp", "context": "sp", "seq": "sp"}
     if axis not in MESH_AXES:
         hint = f"did you mean `{standard_names[axis]}`?" if axis in standard_names else did_you_mean(axis, MESH_AXES)

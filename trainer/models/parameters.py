@@ -41,7 +41,7 @@ def if_set(config_field: str) -> Condition:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the tree and the rows that map it to tensors.
+    """A parameter of the tree and the axis-map rows that tie it to tensors.
 
     Attributes:
         row: The parameter's axis map. Tensor names are without the family's prefix.
@@ -156,7 +156,7 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
 def parameter_rows(
     family: Family, config: HFConfig, scan: bool = True, scan_axis: int = 0, tensors: Collection[str] = ()
 ) -> dict[str, Row]:
-    """Return the parsed rows of the parameters of a model.
+    """Return the parsed axis-map row of each parameter of a model.
 
     Args:
         family: Family of the model.
@@ -183,7 +183,7 @@ def parameter_rows(
 
 
 def layout_rows(layout: TreeLayout, config: HFConfig, stack_axis_index: int | None = None) -> dict[str, Row]:
-    """Return the parsed rows of a model in the tree of another library.
+    """Return the parsed axis-map rows of a model in the tree of another library.
 
     Args:
         layout: The tree.

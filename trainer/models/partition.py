@@ -80,7 +80,7 @@ def parse_rule(
         The logical dim and its choices of mesh axes.
 
     Raises:
-        PrepError: The text is not a valid rule (usage).
+        UsageError: The text is not a valid rule.
     """
     option = f"`{origin} {truncate(text)}`"
     dim, equals, right = (part.strip() for part in text.partition("="))
@@ -123,7 +123,7 @@ def merge_rules(texts: Iterable[str], rules: Rules = DEFAULT_RULES, *, origin: s
         origin: Option or recipe key of the texts, for the error.
 
     Raises:
-        PrepError: A rule is invalid, or two rules are for the same dim (usage).
+        UsageError: A rule is invalid, or two rules are for the same dim.
     """
     overrides: dict[str, AxisChoices] = {}
     for dim, choices in (parse_rule(text, rules, origin=origin) for text in texts):
@@ -197,7 +197,7 @@ def partition_spec(
         The sharding.
 
     Raises:
-        PrepError: No choice of a dim's rule divides its extent (usage).
+        UsageError: No choice of a dim's rule divides its extent.
     """
     names = tuple(dim[0] if dim else "" for dim in dims)
     priority = {name: i for i, name in enumerate(rules)}
@@ -289,7 +289,7 @@ def chunk_shape(
         The shape of a chunk.
 
     Raises:
-        PrepError: The mesh does not divide the leaf (usage).
+        UsageError: The mesh does not divide the leaf.
     """
     one_layer = tuple(1 if {*dim[:1]} & {*stacked_dims} else extent for dim, extent in zip(dims, shape, strict=True))
     if mesh is None:

@@ -211,7 +211,7 @@ def _original_positions(scaling: Mapping[str, Any], max_positions: int) -> float
 def _read_position_count(config: Mapping[str, Any], key: str, default: float) -> int:
     value = _read_number(config, key, default)
     if value < 1:
-        raise PrepError("config.json is invalid", f"{key} is {value:g}, it must be an integer from 1 on")
+        raise PrepError("config.json is invalid", f"{key} is {value:g}, it must be a positive integer")
     return int(value)
 
 

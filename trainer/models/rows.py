@@ -1,4 +1,4 @@
-"""Builders of family tables: the rows of embeddings, matrices, norms, attention and stacked layers.
+"""Builders of family tables: the axis-map rows of embeddings, matrices, norms, attention and stacked layers.
 
 A row ties a leaf of the parameter tree to source tensors; `axis_map` defines the notation. No I/O, no jax.
 """
@@ -153,7 +153,7 @@ def split_row(row: str) -> tuple[str, str, str]:
 
 
 def map_rows(parameter: Parameter, change: Callable[[str], str]) -> Parameter:
-    """Return a parameter with a function applied to each of its rows."""
+    """Return a parameter with `change` applied to its axis maps: `row`, `alternate` and `else_row`."""
     row, alternate, else_row = (
         text and change(text) for text in (parameter.row, parameter.alternate, parameter.else_row)
     )

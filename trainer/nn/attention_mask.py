@@ -29,7 +29,8 @@ class KV(NamedTuple):
 class KVCache(NamedTuple):
     """Keys and values of all layers, for decoding.
 
-    Layers are appended to in order. `length` and `layer` are arrays, so that one compiled step serves all slots.
+    A slot is a position of the axis S: the keys and values of one token per row of the batch. Layers are appended to in
+    order. `length` and `layer` are arrays, so that one compiled step serves all slots.
 
     Attributes:
         keys: [layers, B, S, K, E]; the slots from `length` on are free.
@@ -86,7 +87,7 @@ class EncoderOutput(NamedTuple):
     source_mask: Array | None = None
 
     def for_layer(self, layer: Array) -> EncoderOutput:
-        """Return the keys and values of one decoder layer."""
+        """Return the input of cross-attention in one decoder layer: its keys and values, and the same mask."""
         assert isinstance(self.states, KV)
         return self._replace(states=KV(*(_take_layer(stack, layer) for stack in self.states)))
 

@@ -31,7 +31,7 @@ def layer_weights(
     """Return the weights stacked on axis 0 for a scan, or one tree per layer.
 
     Raises:
-        PrepError: `scan_layers` is set and the model stores one leaf per layer (a usage error).
+        UsageError: `scan_layers` is set and the model stores one leaf per layer.
     """
     if not model.has_stacked_layers:
         if forward_config.scan_layers:

@@ -1,4 +1,4 @@
-"""The linear projection that every weight matrix of a layer goes through."""
+"""Linear projection: multiply by a weight and add the optional bias."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class ForwardConfig:
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
 
     Raises:
-        PrepError: `remat_policy` is unknown, or does not go with the attention kernel (usage errors).
+        UsageError: `remat_policy` is unknown, or does not go with the attention kernel.
     """
 
     dtype: str = "float32"
@@ -112,6 +112,6 @@ def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool =
 
 
 def unscannable_error() -> PrepError:
-    """Return the usage error of a scan over a checkpoint with one leaf per layer."""
+    """Return the UsageError of a scan over a checkpoint with one leaf per layer."""
     hint = "`model.scan_layers = false`, or `prep reshard --scan`"
     return usage_error("layers cannot be scanned", "the checkpoint stores one leaf per layer", hint)

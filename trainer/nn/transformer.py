@@ -116,7 +116,7 @@ def hidden_states(
         The LM head's input [B, T, D] in the dtype of the computation.
 
     Raises:
-        PrepError: The sequences exceed the learned positions of the model (a usage error).
+        UsageError: The sequences exceed the learned positions of the model.
     """
     arch_config, length = model.arch_config, tokens.shape[1]
     if arch_config.has_learned_positions and length > arch_config.max_positions:

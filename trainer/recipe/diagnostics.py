@@ -36,7 +36,7 @@ class Diagnostic:
 
 
 def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepError:
-    """Return one usage error that reports all diagnostics.
+    """Return one UsageError that reports all diagnostics.
 
     The order is: diagnostics of the file by line, of `--set`, of missing keys.
 

@@ -48,8 +48,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         overrides: `KEY=VALUE` texts of `--set`.
 
     Raises:
-        PrepError: The file cannot be read, or the recipe is invalid. One usage error lists all diagnostics with their
-            lines.
+        PrepError: The file cannot be read.
+        UsageError: The recipe is missing or invalid. The error lists all diagnostics with their lines.
     """
     raw, diagnostics = apply_overrides(read_recipe(path), overrides)
     unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)

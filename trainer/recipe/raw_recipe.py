@@ -104,7 +104,8 @@ def read_recipe(path: Path) -> RawRecipe:
     """Read a recipe file.
 
     Raises:
-        PrepError: The file does not exist, is a folder, is not UTF-8 or not TOML (usage errors), or cannot be read.
+        UsageError: The file does not exist, is a folder, is not UTF-8 or not TOML.
+        PrepError: The file cannot be read.
     """
     try:
         data = path.read_bytes()

@@ -36,8 +36,8 @@ def batch_shape(batch: Batch, *, n_devices: int, n_replicas: int) -> BatchShape:
         n_replicas: Data-parallel shards of a batch (dp x fsdp).
 
     Raises:
-        PrepError: The batch is not a whole number of micro-batches, or a micro-batch does not divide among the
-            replicas (usage errors).
+        UsageError: The batch is not a whole number of micro-batches, or a micro-batch does not divide among the
+            replicas.
     """
     size = batch.size or _micro_batch_size(batch, n_devices, n_replicas) * (batch.accumulate or 1)
     shape = BatchShape(size, _accumulation_steps(batch, size, n_devices, n_replicas))
@@ -100,7 +100,7 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
         n_steps: Steps of the run.
 
     Raises:
-        PrepError: The decay would end before the warm-up does (usage error).
+        UsageError: The decay would end before the warm-up does.
     """
     warmup_steps = optimizer.warmup_steps or round((optimizer.warmup_ratio or 0.0) * n_steps)
     decay_steps = optimizer.decay_steps or n_steps

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer.models.errors import RESUME_HINT
+
 # By recipe key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
 # MaxText, Levanter and nanoGPT. A dotted name applies only in its table.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -123,7 +125,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 ADVICE: Mapping[str, str] = {
     **dict.fromkeys(
         ("resume", "resume_from_checkpoint", "auto_resume", "resume_from", "resume_step", "continue_training"),
-        "a run resumes by itself: run the same command again",
+        RESUME_HINT,
     ),
     **dict.fromkeys(
         ("output_dir", "out_dir", "save_dir", "workdir", "work_dir", "dump_folder", "base_output_directory", "output",

@@ -39,7 +39,7 @@ def parse_fields(text: str) -> TextFields:
             columns in brackets form the source, the rest form the target.
 
     Raises:
-        PrepError: The list is malformed, or has no source or no target (usage error).
+        UsageError: The list is malformed, or has no source or no target.
     """
     if not re.search(r"[\[\]]", text):
         return TextFields((text,))

@@ -67,7 +67,7 @@ def evaluate(
         limit: Number of rows to evaluate on, from the first; 0 for all.
 
     Raises:
-        PrepError: The mesh does not divide the batch (a usage error).
+        UsageError: The mesh does not divide the batch.
     """
     totals = np.zeros(3)
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):

@@ -22,7 +22,7 @@ def batch_shapes(dataset: Dataset, batch_size: int, sharding: ShardingContext) -
     """Return shape, dtype and sharding of each array of a batch; without a mesh, on the first device.
 
     Raises:
-        PrepError: The mesh does not divide the batch (a usage error).
+        UsageError: The mesh does not divide the batch.
     """
     first_device = SingleDeviceSharding(jax.devices()[0])
     shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in dataset.columns.items()}
@@ -43,7 +43,7 @@ def load_batch(dataset: Dataset, rows: Int64Array, sharding: ShardingContext) ->
         sharding: The device mesh of the batch.
 
     Raises:
-        PrepError: The mesh does not divide the batch (a usage error).
+        UsageError: The mesh does not divide the batch.
     """
     read_rows = lru_cache(maxsize=None)(lambda start, stop: dataset.get_batch(rows[start:stop]))
 

@@ -105,8 +105,7 @@ def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingConte
     """Check the model against the recipe: scanned layers must be stacked, the mesh must divide all parameters.
 
     Raises:
-        PrepError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter (usage
-            errors).
+        UsageError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter.
     """
     if recipe.model.scan_layers and not model.has_stacked_layers:
         raise unscannable_error()
@@ -117,7 +116,7 @@ def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
     """Check that the mesh divides every parameter.
 
     Raises:
-        PrepError: The mesh does not divide a parameter (usage error).
+        UsageError: The mesh does not divide a parameter.
     """
     for leaf in model.leaves.values():
         try:
@@ -212,7 +211,7 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
     """Check that sequences are not longer than the model's learned position embeddings.
 
     Raises:
-        PrepError: `data.seq_length` exceeds the learned positions (usage error).
+        UsageError: `data.seq_length` exceeds the learned positions.
     """
     max_positions = model.arch_config.max_positions
     if model.arch_config.has_learned_positions and data.seq_length > max_positions:
@@ -221,7 +220,7 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
 
 
 def _check_encoder_fields(config: TokenizeConfig, model: ModelSpec) -> None:
-    """Raise a usage error if the data has a source and the model no encoder, or the model an encoder and no source."""
+    """Raise UsageError if the data has a source and the model no encoder, or the model an encoder and no source."""
     has_encoder, name = model.arch_config.encoder is not None, model.family.name
     if config.parsed_fields.source and not has_encoder:
         why = f"{name} has no encoder to read the source columns in brackets"
@@ -242,16 +241,18 @@ def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
     Raises:
         PrepError: The config has neither id, or the id is not in the vocabulary.
     """
-    ids = (config.get(key) for key in ("decoder_start_token_id", "pad_token_id"))
-    token_id = next((candidate for candidate in ids if candidate is not None), None)
+    what = "config.json has no valid decoder_start_token_id"
+    key = next((key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None), None)
+    if key is None:
+        raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
+    token_id = config[key]
     if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
-        why = f"decoder_start_token_id is {token_id!r:.60}; the vocabulary has {vocab:,} tokens"
-        raise PrepError("config.json has no valid decoder_start_token_id", why)
+        raise PrepError(what, f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens")
     return token_id
 
 
 def _eos_token_id(config: Mapping[str, Any]) -> int | None:
-    """Return the config's end-of-sequence token id, the first if it lists several; None if it has none."""
+    """Return the config's end-of-sequence token id, the first of several; None if the config has none."""
     value = config.get("eos_token_id")
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None
@@ -277,8 +278,7 @@ def build_job(
         stop_after: Steps after which this process stops; 0 for no limit.
 
     Raises:
-        PrepError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps (usage
-            errors).
+        UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
     """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)

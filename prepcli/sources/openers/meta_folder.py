@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.meta_llama_config import is_small_llama_3_2, to_hf_config
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.formats.torch_files import CONSOLIDATED_FILE, META_PARAMS_FILE, TorchHeader, TorchTensor, read_torch_header
@@ -158,7 +158,7 @@ def _read_params(folder: Path, display_name: str) -> Any:
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
-        raise DamagedError(f"{path} is broken", str(error)) from error
+        raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
 
 
 def _vocab_size(document: Any, headers: Sequence[TorchHeader]) -> int:

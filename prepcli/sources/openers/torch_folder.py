@@ -89,8 +89,9 @@ def assign_blobs(tensors: Sequence[TorchTensor], files: Sequence[Path]) -> tuple
         blob = next((number for number in candidates if ends[number] <= start or start == stop), len(blobs))
         if blob == len(blobs):
             if len(candidates) == MAX_SHARING_TENSORS:
-                why = f"over {MAX_SHARING_TENSORS} tensors share its byte {start:,}"
-                raise PrepError(f"{files[tensor.file].name} is not a usable PyTorch file", why)
+                why = f"more than {MAX_SHARING_TENSORS} tensors share byte {start:,}"
+                hint = "clone the tensors in PyTorch, and `torch.save` them again"
+                raise PrepError(f"{files[tensor.file].name} is not supported", why, hint)
             blobs.append(files[tensor.file])
             candidates.append(blob)
             ends.append(0)

@@ -134,8 +134,7 @@ def test_no_command_is_a_usage_error_with_help() -> None:
         ),
         (
             ["train", "x.toml", "--resume"],
-            "error: `prep train` has no option `--resume`\n"
-            " hint: a run resumes by itself: run the same command again\n",
+            "error: `prep train` has no option `--resume`\n hint: run the same command again to resume\n",
         ),
         (
             ["train", "x.toml", "--quite"],

@@ -51,7 +51,7 @@ def test_conversion_notes_config_that_cannot_be_computed(
     assert "clip_qkv" in run_json(capsys, *words)["not_computed"]
 
 
-def test_conversion_does_not_note_config_that_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_checkpoint(tmp_path / "plain", LLAMA)
     words = ("save-init", str(tmp_path / "plain"), "--out", str(tmp_path / "out"), "--dry-run")
     assert main([*words]) == 0

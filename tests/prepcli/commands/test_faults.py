@@ -171,7 +171,10 @@ def test_disk_that_fills_up_is_reported(sources: FaultSources, capsys, monkeypat
         patched.setattr(pipeline, "run", fill)
         assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 1
     err = capsys.readouterr().err
-    assert " is full\n  why: No space left on device\n hint: free some room and run the same command again" in err
+    assert (
+        " is full\n  why: No space left on device\n hint: free some space, then run the same command again to resume"
+        in err
+    )
     (disk / "ballast").unlink()
     assert main([*COMMANDS[name], "--out", str(disk / "out"), "-q"]) == 0
     assert read_files(disk / "out") == expected

@@ -141,7 +141,7 @@ def test_existing_bucket_output_is_kept(site: StoreSite, home: Path):
     assert site.run_prep(*arguments, "1,4,1")["already"] is True
     error = site.run_prep(*arguments, "1,2,1")["error"]
     assert (error["what"], error["why"]) == (
-        "s3://bucket/out exists",
+        "s3://bucket/out already exists",
         "it was made by another request, or of another source",
     )
     assert site.writes() == []

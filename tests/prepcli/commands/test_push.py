@@ -106,7 +106,7 @@ def test_failed_push_can_be_repeated(init: Path, tmp_path: Path, broken: str):
         error = prep(*arguments)["error"]
         assert error["what"] == "cannot push to o/m"
         assert error["why"] == "HTTP 400 from the hub; the export in hf is complete"
-        assert error["hint"].startswith("run the same command again")
+        assert error["hint"] == "run the same command again to resume"
         assert prep("verify", "hf")["ok"]
         assert not hub.repos.get("o/m", PushedRepo(False)).branches["main"]
         hub.failing_requests = "\0"

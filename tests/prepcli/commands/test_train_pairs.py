@@ -166,9 +166,16 @@ def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFi
     assert "config.json has no eos_token_id: targets get no end-of-sequence token" in capsys.readouterr().err
 
 
-def test_missing_decoder_start_token_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    change_init_config(decoder_start_token_id=None, pad_token_id=131)
-    assert train_refusal(capsys)[1:] == (
-        "config.json has no valid decoder_start_token_id",
-        "decoder_start_token_id is 131; the vocabulary has 131 tokens",
-    )
+@pytest.mark.parametrize(
+    ("start", "padding", "why"),
+    [
+        (None, 131, "pad_token_id is 131; the vocabulary has 131 tokens"),
+        (True, 0, "decoder_start_token_id is True; the vocabulary has 131 tokens"),
+        (None, None, "it has neither decoder_start_token_id nor pad_token_id"),
+    ],
+)
+def test_invalid_decoder_start_token_is_an_error(
+    start: int | None, padding: int | None, why: str, work_dir: Path, capsys: pytest.CaptureFixture[str]
+):
+    change_init_config(decoder_start_token_id=start, pad_token_id=padding)
+    assert train_refusal(capsys)[1:] == ("config.json has no valid decoder_start_token_id", why)

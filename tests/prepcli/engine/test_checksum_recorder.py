@@ -102,7 +102,7 @@ def test_recorder_leaves_unordered_pieces_unknown(recorder: ChecksumRecorder):
     assert recorder.sums.tolist() == [0, NUMBERS[1], 0]
 
 
-def test_recorder_leaves_short_runs_unknown(recorder: ChecksumRecorder):
+def test_recorder_does_not_compute_checksums_of_short_runs(recorder: ChecksumRecorder):
     columns = StridedCopy(0, 0, 4096, 64, ((DATA.size // 128, 64, 128),))
     recorder.record([columns], DATA[: columns.nbytes])
     assert not recorder.sums.any()

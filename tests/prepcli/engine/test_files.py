@@ -19,7 +19,7 @@ from prepcli.engine import files as files_module
 from prepcli.engine import io_policy
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer, io_error
 from prepcli.engine.io_policy import WritePolicy
-from prepcli.errors import PrepError
+from prepcli.errors import RESUME_HINT, PrepError
 from prepcli.planning.strided_copies import StridedCopy
 
 SIZE = 5 * PAGE + 123
@@ -260,7 +260,7 @@ def test_write_reports_a_full_disk_with_hint(monkeypatch, tmp_path: Path, number
         fail_from_call(monkeypatch, "pwritev", number, after)
         with pytest.raises(PrepError, match="the disk that holds out is full") as raised:
             files.write([StridedCopy(0, 0, 5, SIZE - 5)], allocate_buffer(SIZE + PAGE)[5:SIZE])
-    assert "it resumes where it stopped" in raised.value.hint
+    assert raised.value.hint == f"free some space, then {RESUME_HINT}"
 
 
 def test_read_reports_io_errors(monkeypatch, source: Path):

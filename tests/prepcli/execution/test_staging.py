@@ -129,7 +129,7 @@ def test_open_keeps_a_folder_of_the_user(out: Path):
     assert contents(user_folder) == {"thesis.txt": "mine"}
 
 
-def test_open_uses_an_empty_folder(out: Path):
+def test_open_stage_reuses_an_existing_empty_folder(out: Path):
     out.with_name("out.partial").mkdir()  # left by a killed run
     assert open_stage(out).work.is_dir()
 
@@ -235,7 +235,7 @@ def test_publish_keeps_an_output_created_meanwhile(out: Path, kind: str):
         (out / "theirs").mkdir(parents=True)
     else:
         out.symlink_to("nowhere")
-    with pytest.raises(PrepError, match="out exists") as caught:
+    with pytest.raises(PrepError, match="out already exists") as caught:
         stage.publish()
     assert "--overwrite" in caught.value.hint
     stage.close()

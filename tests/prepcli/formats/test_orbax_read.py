@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prepcli.errors import PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation, write_ocdbt_index
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import ZARR_TYPESTRS, ArrayMeta
@@ -53,8 +53,10 @@ def changed_zarray(item: Path, **changes: Any) -> None:
 
 
 def refused(item: Path) -> PrepError:
+    """Return the error of an invalid item; if the item is damaged, its hint must say so."""
     with pytest.raises(PrepError) as caught:
         read_item(item)
+    assert caught.value.hint == GET_AGAIN_HINT or not isinstance(caught.value, DamagedError)
     return caught.value
 
 
@@ -266,7 +268,8 @@ def test_string_leaf_without_text_is_rejected(item):
     tree["x"] = {"key_metadata": [{"key": "x", "key_type": 2}], "value_metadata": {"value_type": "string"}}
     rewrite_json(item / "_METADATA", tree_metadata=tree)
     (item / "_strings.json").write_text('{"y": "text"}')
-    assert refused(item).what.endswith("_strings.json has no text for `x`")
+    error = refused(item)
+    assert (error.what, error.why) == (f"{item / '_strings.json'} is broken", "it has no text for `x`")
 
 
 def test_missing_chunks_of_old_orbax_read_as_zeros(item):

@@ -155,7 +155,7 @@ def test_check_rejects_two_rows_over_the_same_part(fixed_range: tuple[int, int])
 
 
 @pytest.mark.parametrize(("rows", "is_valid"), [([(0, 9), (9, 12)], True), ([(0, 12)], False), ([(0, 9)], False)])
-def test_check_requires_equal_tensors_in_same_pieces(rows: list[tuple[int, int]], is_valid: bool):
+def test_check_requires_tied_tensors_in_equal_row_ranges(rows: list[tuple[int, int]], is_valid: bool):
     def read(name: str, offset: int, pieces: list[tuple[int, int]]) -> list[Stream]:
         return [Stream(name, "float32", (12, 4), piece, (Contiguous(0, offset),), ()) for piece in pieces]
 

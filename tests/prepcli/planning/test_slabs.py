@@ -235,7 +235,7 @@ SPREADS = {  # row, sizes, chunk, bytes of the tensor that make long runs of who
 
 
 @pytest.mark.parametrize("case", SPREADS)
-def test_min_buffer_gives_long_runs(case: str):
+def test_min_buffer_nbytes_gives_slabs_with_long_write_runs(case: str):
     text, sizes, chunk, nbytes = SPREADS[case]
     region_part = region(text, sizes, chunk, layers=1) if case == "0-d" else region(text, sizes, chunk)
     shape = region_part.axis_map.source_shape

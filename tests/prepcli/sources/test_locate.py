@@ -217,8 +217,8 @@ def test_default_checkpoint_fails_without_a_prep_folder(cwd: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(cwd)
     assert error_fields(caught.value) == (
-        "no checkpoint was named", f"no suitable folder here has a {MANIFEST_FILE}", "name a folder, alias or hub id",
-        USAGE,
+        "no checkpoint given", f"no suitable folder in the current folder has a {MANIFEST_FILE}",
+        "name a folder, alias or hub id", USAGE,
     )  # fmt: skip
 
 
@@ -228,7 +228,8 @@ def test_default_checkpoint_lists_several_candidates(cwd: Path) -> None:
     with pytest.raises(PrepError) as caught:
         default_checkpoint(cwd)
     assert error_fields(caught.value) == (
-        "no checkpoint was named", f"2 folders here have a {MANIFEST_FILE}", "name one of: ./a-1x64x4, ./b-init", USAGE,
+        "no checkpoint given", f"2 folders in the current folder have a {MANIFEST_FILE}",
+        "name one of: ./a-1x64x4, ./b-init", USAGE,
     )  # fmt: skip
     assert default_checkpoint(cwd, lambda folder: folder.name.endswith("-init")) == cwd / "b-init"
 

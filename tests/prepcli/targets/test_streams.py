@@ -104,7 +104,7 @@ def test_build_streams_covers_all_rows_without_gaps(true: int, padding: int, mor
     assert all(bool(stream.reads) == (stream.rows[1] <= stored) for stream in streams)
 
 
-def test_dropped_padding_names_the_rows():
+def test_dropped_padding_returns_row_range_and_bytes():
     source = source_of(tensor("wte", 12, 4), tensor("other", 12, 4), tensor("bias", 12))
     targets = {"wte": to(9), "other": to(12), "bias": to(9)}
     dropped = list(dropped_padding(source, targets, resize=cut(9, 12)))

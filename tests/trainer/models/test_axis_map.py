@@ -136,7 +136,11 @@ INVALID_SIZES = {  # row -> (sizes, padded, part of the reason)
     "heads <- t: (qkv=3 heads)": ({}, {}, "`qkv=3` is out of range: the size is 3"),
     "heads <- t.{slot=2}: heads": ({}, {}, "`slot=2` is out of range: the size is 2"),
     "heads <- t: (>heads | slot=2)": ({}, {}, "`slot=2` is out of range: the size is 2"),
-    "embed heads <- t: embed heads": ({}, {"heads": 3}, "`heads` would be padded from 4 to 3"),
+    "embed heads <- t: embed heads": (
+        {},
+        {"heads": 3},
+        "`heads` has size 4 and cannot be padded to 3, which is smaller",
+    ),
 }
 
 

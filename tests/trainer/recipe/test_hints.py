@@ -51,7 +51,7 @@ OTHER_TRAINERS_ERRORS = [
     "x.toml:9: unknown key `data.block_size` - `seq_length = 1024`",
     "x.toml:11: unknown key `batch.per_device_train_batch_size` - `per_device = 4`",
     "x.toml:13: unknown key `train.num_train_epochs` - `epochs = 3`",
-    "x.toml:14: unknown key `train.resume` - a run resumes by itself: run the same command again",
+    "x.toml:14: unknown key `train.resume` - run the same command again to resume",
     "x.toml:16: unknown key `eval.every` - `eval_every = 10` in [train]",
     "x.toml:17: unknown key `training` - did you mean `train`?",
     "x.toml:18: unknown key `training.seq_len` - `seq_length = 10` in [data]",
@@ -207,7 +207,7 @@ def test_to_toml_float_reads_back_equal(value: float):
 @pytest.mark.parametrize(
     ("option", "value", "hint"),
     [
-        ("--resume", "", "a run resumes by itself: run the same command again"),
+        ("--resume", "", "run the same command again to resume"),
         ("--dtype", "bf16", "`--set model.dtype=bfloat16`"),
         ("--learning-rate", "3e-4", "`--set optimizer.lr=3e-4`"),
         ("--lr", "nonsense", "`--set optimizer.lr=2e-5`"),

@@ -14,7 +14,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.data.packing import Dataset
 from trainer.nn import transformer
-from trainer.nn.lm_head import LossTerms
+from trainer.nn.lm_head import LossSums, LossTerms
 from trainer.training.evaluation import EvaluationResult, evaluate, jit_eval_step
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
@@ -40,14 +40,19 @@ def run_evaluate(setup: StepSetup, batch_size: int = 4, limit: int = 0) -> Evalu
     )
 
 
+def loss_sums(setup: StepSetup, num_rows: int) -> LossSums:
+    """Compute the sums of the first rows in one batch, with the parameters of `run_evaluate`."""
+    rows = evaluation_data(setup).get_batch(range(num_rows))
+    batch = {name: jax.numpy.asarray(array) for name, array in rows.items()}
+    return transformer.loss_sums(runs.make_state(setup)["params"], batch, setup.model, setup.forward_config)
+
+
 @pytest.mark.parametrize(
     ("mesh", "batch_size"), slow_except([("", 1), ("", 3), ("", 8), ("2,2,2", 4)], [("", 3), ("2,2,2", 4)])
 )
 def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
     setup = runs.make_setup()
-    dataset = evaluation_data(setup)
-    batch = {name: jax.numpy.asarray(array) for name, array in dataset.get_batch(range(dataset.n_rows)).items()}
-    sums = transformer.loss_sums(runs.make_state(setup)["params"], batch, setup.model, setup.forward_config)
+    sums = loss_sums(setup, evaluation_data(setup).n_rows)
     result = run_evaluate(runs.make_setup(mesh=mesh), batch_size)
     assert result.num_tokens == 5 * (runs.LENGTH - 1)
     assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
@@ -56,7 +61,11 @@ def test_evaluate_returns_mean_over_all_tokens(mesh: str, batch_size: int):
 
 
 def test_evaluate_takes_the_first_rows():
-    assert run_evaluate(runs.make_setup(), limit=2).num_tokens == 2 * (runs.LENGTH - 1)
+    setup = runs.make_setup()
+    sums = loss_sums(setup, 2)
+    result = run_evaluate(setup, limit=2)
+    assert result.num_tokens == 2 * (runs.LENGTH - 1)
+    assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
 
 
 def test_loss_terms_change_training_but_not_evaluation(tmp_path: Path):

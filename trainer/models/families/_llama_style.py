@@ -1,4 +1,4 @@
-"""Parts that LLaMA and similar families share: sizes, architecture, rows, and buffers of old files. No I/O, no jax."""
+"""Parts that LLaMA and similar families share: sizes, architecture, axis-map rows, old buffers. No I/O, no jax."""
 
 from __future__ import annotations
 

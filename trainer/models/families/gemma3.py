@@ -1,4 +1,4 @@
-"""Gemma 3 (text model): Gemma 2 with QK norms, and another rotary embedding in layers with a sliding window."""
+"""Gemma 3 (text model): Gemma 2 with QK norms, no attention softcap, and local rotary embeddings in sliding layers."""
 
 from __future__ import annotations
 

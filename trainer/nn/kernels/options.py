@@ -19,7 +19,7 @@ class AttentionOptions:
         k_chunk_size: Keys of a tile; -1 for all.
 
     Raises:
-        PrepError: `kernel` is unknown (a usage error).
+        UsageError: `kernel` is unknown.
     """
 
     kernel: str = "reference"

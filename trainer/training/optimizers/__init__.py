@@ -22,6 +22,6 @@ def build_optimizer(table: AnyOptimizerTable, steps: int) -> Optimizer:
         steps: Steps of the run.
 
     Raises:
-        PrepError: The decay would end before the warm-up does (usage error).
+        UsageError: The decay would end before the warm-up does.
     """
     return OPTIMIZER_BUILDERS[table.type](table, build_lr_schedule(table, steps))

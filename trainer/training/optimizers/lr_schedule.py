@@ -48,7 +48,7 @@ def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
     """Build the schedule of a run of `steps` steps.
 
     Raises:
-        PrepError: The decay would end before the warm-up does (usage error).
+        UsageError: The decay would end before the warm-up does.
     """
     schedule = warmup_decay(table, steps)
     return LRSchedule(
