@@ -14,7 +14,7 @@ def expert_block_length(num_tokens: int, top_k: int, num_experts: int) -> int:
     """Return the rows that an expert of an MoE layer computes together.
 
     The last block of an expert is half empty on average, and each block reads the expert's matrices: a quarter of the
-    average number of rows, within limits, keeps both costs small.
+    average number of rows, rounded down to a power of two from 16 to 512, keeps both costs small.
 
     Args:
         num_tokens: Tokens of the device.
@@ -22,4 +22,4 @@ def expert_block_length(num_tokens: int, top_k: int, num_experts: int) -> int:
         num_experts: Experts of the layer.
     """
     quarter = num_tokens * top_k // (4 * num_experts)
-    return min(num_tokens, max(32, min(512, 1 << quarter.bit_length())))
+    return min(num_tokens, 1 << max(4, min(9, quarter.bit_length() - 1)))

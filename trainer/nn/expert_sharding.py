@@ -1,7 +1,7 @@
 """Mesh axes of an MoE layer, and the collectives of its devices.
 
-Each device computes its own rows of the batch. Axes that split both the batch and a matrix (fsdp) gather one expert at a
-time. Axes that split hidden units or experts only (mp) leave partial sums, which are added at the end.
+Each device computes its own rows of the batch. Over axes that split both the batch and a matrix (fsdp) it gathers one
+expert at a time. Over axes that split hidden units or experts only (mp) devices have partial sums, added at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERT_DIMS: Mapping[str, tuple[str, str, str]] = {
 Experts = Mapping[str, Array]  # `gate`, `up` and `down`: [E, F, D], [E, F, D] and [E, D, F], or without E of one expert
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashable, as a static argument has to be
 class ExpertSharding:
     """The mesh axes of an MoE layer's tokens and experts.
 
@@ -63,29 +63,21 @@ class ExpertSharding:
         """Number of shards of the stack of experts."""
         return math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0]) if self.device_mesh else 1
 
-    def map_devices(self, function: Callable[..., Any], *, returns_gradients: bool) -> Callable[..., Any]:
-        """Return a function of all devices' tokens, experts, and further arrays of tokens.
+    @property
+    def token_spec(self) -> PartitionSpec:
+        """Sharding of an array of tokens, [B, ...]."""
+        return PartitionSpec(self.batch_axes)
 
-        Args:
-            function: The function of one device.
-            returns_gradients: Whether it returns the gradients of tokens, experts and routing weights, or tokens only.
-        """
+    @property
+    def expert_specs(self) -> Mapping[str, PartitionSpec]:
+        """Sharding of the stacked matrices, by name."""
+        return {name: PartitionSpec(*axes) for name, axes in self.weight_axes.items()}
+
+    def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return `function` with each device's shards as its arguments and results."""
         if self.device_mesh is None:
             return function
-        tokens = PartitionSpec(self.batch_axes)
-        experts = {name: PartitionSpec(*axes) for name, axes in self.weight_axes.items()}
-
-        def run(x: Array, weights: Experts, *token_arrays: Any) -> Any:
-            present = {name: experts[name] for name in weights}
-            return jax.shard_map(
-                function,
-                mesh=self.device_mesh,
-                in_specs=(tokens, present, *(tokens for _ in token_arrays)),
-                out_specs=(tokens, present, tokens) if returns_gradients else tokens,
-                check_vma=False,
-            )(x, weights, *token_arrays)
-
-        return run
+        return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gather(self, expert: Experts) -> Experts:
         """Gather the shards of one expert over the axes that split the batch."""

@@ -13,7 +13,7 @@ from jax import Array, lax, nn
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
-from trainer.nn.expert_sharding import Experts, expert_sharding
+from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
 
 
 def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
@@ -30,50 +30,58 @@ def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, shard
     Returns:
         [B, T, D].
     """
-    routing = route(x, weights["router"]["weight"], arch_config)
     experts = {name: projection["weight"] for name, projection in weights.items() if name != "router"}
-    return _mix_experts(arch_config, sharding, x, experts, routing)
+    shards = expert_sharding(x, experts, sharding)
+    return _mix_experts(arch_config, shards, x, experts, route(x, weights["router"]["weight"], arch_config, shards))
 
 
-def route(x: Array, router: Array, arch_config: ArchConfig) -> Routing:
+def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
     """Select the experts of each token: the top k of the softmax over all experts.
 
     Args:
         x: Hidden states [B, T, D].
         router: Router weight [experts, D].
         arch_config: `experts_per_token`, and `norm_topk_prob` to divide the weights of a token by their sum.
+        shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
     """
     scores = jnp.einsum("btd,nd->btn", x, router, preferred_element_type=jnp.float32)
-    top_weights, top_experts = lax.top_k(nn.softmax(scores, axis=-1), arch_config.experts_per_token)
+    probabilities = nn.softmax(scores, axis=-1)
+
+    def select(probabilities: Array) -> Array:
+        return lax.top_k(probabilities, arch_config.experts_per_token)[1]
+
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(lax.stop_gradient(probabilities))
+    weights = (probabilities[..., None, :] * nn.one_hot(experts, router.shape[0])).sum(-1)
     if arch_config.norm_topk_prob:
-        top_weights = top_weights / top_weights.sum(-1, keepdims=True)
-    return Routing(top_weights, top_experts)
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(weights, experts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _mix_experts(
-    arch_config: ArchConfig, sharding: ShardingContext, x: Array, experts: Experts, routing: Routing
+    arch_config: ArchConfig, shards: ExpertSharding, x: Array, experts: Experts, routing: Routing
 ) -> Array:
     """Compute the weighted sum of each token's experts, [B, T, D]."""
-    shards = expert_sharding(x, experts, sharding)
     run = partial(run_experts, arch_config=arch_config, shards=shards)
-    return shards.map_devices(run, returns_gradients=False)(x, experts, routing)
+    tokens = shards.token_spec
+    return shards.map_devices(run, (tokens, shards.expert_specs, tokens), tokens)(x, experts, routing)
 
 
 def _forward(
-    arch_config: ArchConfig, sharding: ShardingContext, x: Array, experts: Experts, routing: Routing
+    arch_config: ArchConfig, shards: ExpertSharding, x: Array, experts: Experts, routing: Routing
 ) -> tuple[Array, tuple[Array, Experts, Routing]]:
-    return _mix_experts(arch_config, sharding, x, experts, routing), (x, experts, routing)
+    return _mix_experts(arch_config, shards, x, experts, routing), (x, experts, routing)
 
 
 def _backward(
-    arch_config: ArchConfig, sharding: ShardingContext, saved: tuple[Array, Experts, Routing], gradient: Array
+    arch_config: ArchConfig, shards: ExpertSharding, saved: tuple[Array, Experts, Routing], gradient: Array
 ) -> tuple[Array, Experts, Routing]:
-    x, experts, routing = saved
-    shards = expert_sharding(x, experts, sharding)
     run = partial(experts_gradients, arch_config=arch_config, shards=shards)
-    d_x, d_experts, d_weights = shards.map_devices(run, returns_gradients=True)(x, experts, routing, gradient)
-    return d_x, d_experts, Routing(d_weights, None)  # type: ignore[arg-type]
+    tokens, matrices = shards.token_spec, shards.expert_specs
+    run = shards.map_devices(run, (tokens, matrices, tokens, tokens), (tokens, matrices, tokens))
+    d_x, d_experts, d_weights = run(*saved, gradient)
+    no_gradient: Any = None  # of indices
+    return d_x, d_experts, Routing(d_weights, no_gradient)
 
 
 _mix_experts.defvjp(_forward, _backward)
