@@ -12,7 +12,8 @@ At its peak a step needs
     the larger of
       one layer's        the activations it saves without rematerialization, times the layers of one period of the
       backward pass      sliding window pattern, because their backward passes overlap; transient scores, B*H*T*S*4
-                         once, or twice with rematerialization; with fsdp its gathered weights and their gradients
+                         once, or twice with rematerialization; with fsdp its gathered weights and their gradients;
+                         with experts the rows of all assignments (below)
       the LM head        logits of a chunk, their exponentials and their gradients: 3*B*chunk*V*4; the gathered head,
                          V*D*4
 
@@ -26,6 +27,8 @@ Without rematerialization the derivative of each operation determines the saved 
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated; T is the length of
                          a chunk if the MLP is computed in chunks
+    experts              nothing but the input: K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
+                         are the matrices of one expert, gathered, with their gradients, and a block of hidden units
 
 With a rematerialization policy a layer saves its input and the matrix products that the policy names.
 
@@ -40,7 +43,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
-from trainer.models.chunk_sizes import WHOLE, chunk_length
+from trainer.models.chunk_sizes import WHOLE, chunk_length, expert_block_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.parameters import DECODER, ENCODER
@@ -50,6 +53,7 @@ FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 3
+ROW_COPIES = 2  # outputs of experts, and their gradients
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the derivative of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
@@ -274,9 +278,8 @@ class _LayerStack:
         num_attentions = len(self.kv_lengths)
         saved = residual_size * inputs.itemsize // inputs.num_residual_shards(self.seq_length)
         if inputs.remat_policy in SAVES_DOTS + SAVES_WEIGHT_DOTS:
-            num_mlps = inputs.num_experts if self.arch_config.experts_per_token else 1
             mlp_size = residual_size + self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp)
-            saved += inputs.itemsize * num_mlps * mlp_size
+            saved += 0 if self.arch_config.experts_per_token else inputs.itemsize * mlp_size
             saved += inputs.itemsize * residual_size * num_attentions
             saved += inputs.itemsize * (self._query_size() + self._kv_size()) * num_attentions
         if inputs.remat_policy in SAVES_DOTS:
@@ -302,7 +305,7 @@ class _LayerStack:
         num_shards = inputs.num_residual_shards(self.seq_length)
         norms = num_norms * residual_size * (2 * FLOAT32 + inputs.itemsize) // num_shards
         block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
-        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes()
+        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size())
         return self._saved_scores_nbytes() + heads + norms + block_inputs + hidden
 
     def _saved_scores_nbytes(self) -> int:
@@ -322,27 +325,37 @@ class _LayerStack:
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _expert_nbytes(self) -> int:
-        """Return the bytes of one expert's hidden units; 0 without experts. One expert is computed at a time."""
-        return self._mlp_nbytes() if self.arch_config.experts_per_token else 0
+        """Return the working set of an MoE layer's experts, of which one is computed at a time; 0 without experts."""
+        inputs, top_k = self.inputs, self.arch_config.experts_per_token
+        if not top_k:
+            return 0
+        num_tokens = inputs.local_batch_size * chunk_length(inputs.ffn_chunk_size, self.seq_length)
+        num_rows = expert_block_length(num_tokens, top_k, inputs.num_experts)
+        rows = ROW_COPIES * num_tokens * top_k * inputs.embed_size * inputs.itemsize
+        matrices = (2 * inputs.itemsize + FLOAT32) * self._gathered_size(of_expert=True)
+        return rows + matrices + self._mlp_nbytes(num_rows * inputs.local_extent("mlp"))
 
-    def _mlp_nbytes(self) -> int:
+    def _mlp_nbytes(self, hidden_size: int) -> int:
         """Return the bytes that the derivative of one MLP needs."""
         num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
-        return num_arrays * self.inputs.itemsize * self._mlp_hidden_size()
+        return num_arrays * self.inputs.itemsize * hidden_size
 
     def _gathered_nbytes(self) -> int:
-        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.
-
-        Of experts only one counts, because one is computed at a time.
-        """
-        inputs = self.inputs
-        if inputs.axis_size("fsdp") == 1:
+        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients."""
+        if self.inputs.axis_size("fsdp") == 1:
             return 0
+        return (self.inputs.itemsize + FLOAT32) * self._gathered_size(of_expert=False)
+
+    def _gathered_size(self, *, of_expert: bool) -> int:
+        """Return the elements of one expert after the all-gather over fsdp, or of the layer's other weights."""
+        inputs = self.inputs
+        num_experts = {leaf: inputs.leaf_extent(leaf, "experts") for leaf in self._layer_leaves()}
         sizes = (
-            inputs.local_leaf_size(leaf, is_gathered=True) // inputs.leaf_extent(leaf, "experts")
-            for leaf in self._layer_leaves()
+            inputs.local_leaf_size(leaf, is_gathered=True) // count
+            for leaf, count in num_experts.items()
+            if (count > 1) == of_expert
         )
-        return (inputs.itemsize + FLOAT32) * sum(sizes) // self.num_layers
+        return sum(sizes) // self.num_layers
 
     def _layer_leaves(self) -> list[ParamLeaf]:
         """Return the parameters of these layers."""

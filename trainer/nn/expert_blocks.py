@@ -206,8 +206,12 @@ def _empty_rows(rows: _SortedRows, tokens: Array) -> Array:
 
 
 def _sum_by_token(values: Array, rows: _SortedRows) -> Array:
-    """Sum the rows [A + R, D] of each token in float32, [N, D]."""
-    return _read(values, rows.row_ids).sum(1, dtype=jnp.float32).astype(values.dtype)
+    """Sum the rows [A + R, D] of each token in float32, [N, D].
+
+    One read per expert of a token, because a single one would copy all rows to [N, K, D] first.
+    """
+    total = sum(_read(values, row_ids).astype(jnp.float32) for row_ids in rows.row_ids.T)
+    return jnp.asarray(total, values.dtype)
 
 
 def _read(values: Array, indices: Array) -> Array:
