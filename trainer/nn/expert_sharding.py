@@ -49,16 +49,6 @@ class ExpertSharding:
         return any(self._batch_axes_of(axes) for axes in self.weight_axes["up"])
 
     @property
-    def _partial_axes(self) -> MeshAxes:
-        """Axes whose devices have a part of the experts or of their hidden units for the same tokens."""
-        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.batch_axes)
-
-    def first_expert(self, num_local: int) -> Array | int:
-        """Return the index of the first of the device's experts."""
-        axes = self.weight_axes["up"][0]
-        return num_local * lax.axis_index(axes) if axes else 0
-
-    @property
     def num_expert_shards(self) -> int:
         """Number of shards of the stack of experts."""
         return math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0]) if self.device_mesh else 1
@@ -72,6 +62,16 @@ class ExpertSharding:
     def expert_specs(self) -> Mapping[str, PartitionSpec]:
         """Sharding of the stacked matrices, by name."""
         return {name: PartitionSpec(*axes) for name, axes in self.weight_axes.items()}
+
+    @property
+    def _partial_axes(self) -> MeshAxes:
+        """Axes whose devices have a part of the experts or of their hidden units for the same tokens."""
+        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.batch_axes)
+
+    def first_expert(self, num_local: int) -> Array | int:
+        """Return the index of the first of the device's experts."""
+        axes = self.weight_axes["up"][0]
+        return num_local * lax.axis_index(axes) if axes else 0
 
     def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Return `function` with each device's shards as its arguments and results."""

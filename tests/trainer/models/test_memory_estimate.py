@@ -40,6 +40,10 @@ MIXTRAL = {
     "intermediate_size": 1024, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
     "max_position_embeddings": 32768, "sliding_window": None,
 }  # fmt: skip
+QWEN_MOE = {
+    "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "moe_intermediate_size": 192, "vocab_size": 32000, "num_experts": 32, "num_experts_per_tok": 8,
+}  # fmt: skip
 T5 = {
     "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 8,
     "vocab_size": 32000, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
@@ -119,6 +123,17 @@ def test_blockwise_attention_grows_linearly_like_xla_plan(length: int, ffn_chunk
     options = {"remat_policy": "nothing_saveable", "attention_tile": (512, 512), "ffn_chunk_size": ffn_chunk_size}
     memory = estimate("llama", SMALL, seq_length=length, **options)
     assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
+
+
+def test_experts_need_rows_of_one_chunk_and_save_nothing():
+    """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
+    options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}
+    two, four = (
+        estimate("mixtral", MIXTRAL | {"num_experts_per_tok": top_k}, **options, ffn_chunk_size=1024)
+        for top_k in (2, 4)
+    )
+    assert 2 * 2 * 1024 * 512 * 4 <= four.layer - two.layer <= 3 * 2 * 1024 * 512 * 4
+    assert four.saved == two.saved
 
 
 def test_scores_of_13b_at_32k_take_40_gib_per_layer():
