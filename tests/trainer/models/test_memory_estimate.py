@@ -90,7 +90,11 @@ COMPILED = [
     ("gpt_neox", NEOX, "", 4, 1024, "none", 3624),
     ("gpt_neox", NEOX, "", 4, 1024, "nothing_saveable", 1704),
     ("mixtral", MIXTRAL, "", 4, 1024, "none", 4003),
-    ("mixtral", MIXTRAL, "", 4, 1024, "nothing_saveable", 2624),
+    ("mixtral", MIXTRAL, "", 4, 1024, "nothing_saveable", 2625),
+    ("mixtral", MIXTRAL, "", 4, 1024, "dots_saveable", 3265),
+    ("mixtral", MIXTRAL, "1,2,4", 4, 1024, "nothing_saveable", 379),
+    ("qwen3_moe", QWEN_MOE, "", 4, 1024, "none", 3885),
+    ("qwen3_moe", QWEN_MOE, "", 4, 1024, "nothing_saveable", 2346),
     ("t5", T5, "", 4, 1024, "none", 8269),
     ("t5", T5, "", 4, 1024, "nothing_saveable", 2604),
 ]
