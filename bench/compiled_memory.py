@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mesh = meshes.parse_mesh(options.mesh)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
-    from trainer.models.memory_estimate import MemoryInputs, estimate_memory
+    from trainer.models.memory_estimate import estimate_memory
+    from trainer.models.memory_inputs import MemoryInputs
     from trainer.models.registry import FAMILIES
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig, build_model

@@ -15,7 +15,8 @@ from prepcli.console.ui import Ui, format_table
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
 from trainer.models.chunk_sizes import WHOLE, chunk_length
-from trainer.models.memory_estimate import FLOAT32, STATE_COPIES, MemoryEstimate, MemoryInputs, estimate_memory
+from trainer.models.memory_estimate import STATE_COPIES, MemoryEstimate, estimate_memory
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe
 

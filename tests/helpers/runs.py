@@ -50,6 +50,13 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32,
 }
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+CONFIGS = {config["model_type"]: config for config in (GPT_NEO, LLAMA, MIXTRAL)}
 ADAMW = AdamW(
     lr_schedule=LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
     b1=0.9,
@@ -79,8 +86,7 @@ def make_setup(
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
     """Return the state before the first step, with random parameters."""
-    config = GPT_NEO if setup.model.family.name == "gpt_neo" else LLAMA
-    state = init_train_state(jax.tree.map(jnp.asarray, _params(config["model_type"], seed)), setup)
+    state = init_train_state(jax.tree.map(jnp.asarray, _params(setup.model.family.name, seed)), setup)
     if setup.forward_config.sharding.device_mesh is None:
         return state
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))
@@ -89,7 +95,7 @@ def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
 @lru_cache
 def _params(name: str, seed: int) -> Tree:
     """Return random parameters on the host; cached, because compiling takes longer than a test."""
-    config, family = GPT_NEO if name == "gpt_neo" else LLAMA, FAMILIES[name]
+    config, family = CONFIGS[name], FAMILIES[name]
     model = build_model(family, config, family.is_tied(config))
     return jax.device_get(jax.jit(lambda: init_params(model, seed))())
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError
-from trainer.models.mesh import Mesh
+from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rules, partition_spec
 
@@ -74,6 +74,17 @@ class ShardingContext:
         """Constrain the sharding of an activation, given the logical dim of each axis."""
         sharding = self.activation_sharding(x.shape, *dims)
         return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+    def activation_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
+        """Return the mesh axes that split each axis of an activation, given the logical dim of each."""
+        spec = self._activation_spec(shape, dims)
+        return ((),) * len(dims) if spec is None else spec.mesh_axes
+
+    def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
+        """Return the mesh axes that split each axis of a parameter, given the logical dim of each."""
+        if self.mesh is None:
+            return ((),) * len(dims)
+        return partition_spec([(dim,) for dim in dims], shape, self.mesh, self.rules).mesh_axes
 
     def num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a logical dim of activations."""

@@ -12,7 +12,8 @@ At its peak a step needs
     the larger of
       one layer's        the activations it saves without rematerialization, times the layers of one period of the
       backward pass      sliding window pattern, because their backward passes overlap; transient scores, B*H*T*S*4
-                         once, or twice with rematerialization; with fsdp its gathered weights and their gradients
+                         once, or twice with rematerialization; with fsdp its gathered weights and their gradients;
+                         with experts the rows of all assignments (below)
       the LM head        logits of a chunk, their exponentials and their gradients: 3*B*chunk*V*4; the gathered head,
                          V*D*4
 
@@ -25,9 +26,11 @@ Without rematerialization the derivative of each operation determines the saved 
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
+    experts              nothing but the input: K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
+                         are the matrices of one expert, gathered, with their gradients, and a block of hidden units
 
-With chunks of tokens, T is the length of a chunk in the arrays of the MLP and of norms before projections, and two
-gradients of the residual stream, B*T*D*4 each, are transient.
+With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
+and two gradients of the residual stream, B*T*D*4 each, are transient.
 
 With a rematerialization policy a layer saves its input and the matrix products that the policy names.
 
@@ -37,122 +40,17 @@ bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
-from trainer.models.chunk_sizes import WHOLE, chunk_length
-from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf
+from trainer.models.chunk_sizes import chunk_length
+from trainer.models.layer_memory import LayerStack
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.parameters import DECODER, ENCODER
-from trainer.models.partition import Rules, activation_rules, partition_spec
 
-FLOAT32 = 4
 STATE_COPIES = 3  # a parameter and its two moments
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 3
-TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
-ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
-    "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
-}  # fmt: skip
-NORMS_PER_BLOCK = {"pre": 2, "post": 2, "parallel": 2, "parallel_one_norm": 1, "sandwich": 4}  # by `block_type`
-OUTPUT_NORMS_PER_BLOCK = {"post": 2, "sandwich": 2}  # norms that are not before a projection
-SAVES_ALL = ("none", "everything_saveable")
-SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
-SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
-SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryInputs:
-    """The inputs of the memory estimate.
-
-    Attributes:
-        arch_config: The choices of the layers.
-        leaves: Parameters by path.
-        mesh: The mesh without open axes; None for one device.
-        rules: Mesh axes of each logical dim.
-        micro_batch_size: Sequences of a micro-batch, over all devices.
-        seq_length: Tokens of a sequence, or of a target.
-        source_length: Tokens of a source; 0 without an encoder.
-        itemsize: Bytes per element in the dtype of the computation, as the devices store it.
-        remat_policy: Rematerialization policy of the layers.
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
-        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
-        attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
-    """
-
-    arch_config: ArchConfig
-    leaves: Mapping[str, ParamLeaf]
-    mesh: Mesh | None
-    rules: Rules
-    micro_batch_size: int
-    seq_length: int
-    source_length: int = 0
-    itemsize: int = FLOAT32
-    remat_policy: str = "none"
-    head_chunk_size: int = 512
-    ffn_chunk_size: int = -1
-    attention_tile: tuple[int, int] | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """Experts per layer; 0 without experts."""
-        return self._extent("experts")
-
-    @property
-    def embed_size(self) -> int:
-        """Width of the residual stream, which no mesh axis splits."""
-        return self._extent("embed")
-
-    def local_extent(self, dim: str) -> int:
-        """Return the extent of a logical dim of parameters on one device; 0 if no parameter has it."""
-        return self._extent(dim) // self.num_shards(dim)
-
-    def num_shards(self, dim: str) -> int:
-        """Return the number of shards along a logical dim of activations."""
-        return self._num_shards(dim, self._extent(dim))
-
-    @property
-    def local_batch_size(self) -> int:
-        """Sequences of a micro-batch on one device."""
-        return self.micro_batch_size // (self.axis_size("dp") * self.axis_size("fsdp"))
-
-    def num_residual_shards(self, length: int) -> int:
-        """Return the number of shards of the residual stream along `length` tokens."""
-        return self._num_shards("residual_seq", length)
-
-    def axis_size(self, axis: str) -> int:
-        """Return the number of devices along a mesh axis."""
-        return self.mesh.size(axis) if self.mesh else 1
-
-    def local_leaf_size(self, leaf: ParamLeaf, is_gathered: bool = False) -> int:
-        """Return the elements of a parameter on one device, after the all-gather over fsdp if `is_gathered`."""
-        spec = partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules) if self.mesh else None
-        axes = [axis for dim_axes in spec.mesh_axes for axis in dim_axes] if spec else []
-        split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
-        return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
-
-    def leaf_extent(self, leaf: ParamLeaf, dim_name: str) -> int:
-        """Return the extent of a logical dim of one parameter; 1 if the parameter lacks it."""
-        return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == dim_name)
-
-    def _extent(self, dim: str) -> int:
-        """Return the extent of a logical dim in the first parameter with this dim; 0 if there is none."""
-        extents = (
-            self.leaf_extent(leaf, dim)
-            for leaf in self.leaves.values()
-            if (dim,) in [leaf_dim[:1] for leaf_dim in leaf.dims]
-        )
-        return next(extents, 0)
-
-    def _num_shards(self, dim: str, extent: int) -> int:
-        """Return the number of shards along a dim of activations, whose batch is split first."""
-        if not self.mesh or not extent:
-            return 1
-        shape = (self.axis_size("dp") * self.axis_size("fsdp"), extent)
-        return partition_spec([("batch",), (dim,)], shape, self.mesh, activation_rules(self.rules)).shards_per_dim[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +114,10 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
 
 
-def _layer_stacks(inputs: MemoryInputs) -> Iterable[_LayerStack]:
+def _layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one."""
     encoder = inputs.arch_config.encoder
-    yield _LayerStack(
+    yield LayerStack(
         inputs=inputs,
         arch_config=inputs.arch_config,
         prefix=f"{DECODER}." if encoder else "",
@@ -227,175 +125,10 @@ def _layer_stacks(inputs: MemoryInputs) -> Iterable[_LayerStack]:
         kv_lengths={"attn": inputs.seq_length} | ({"cross": inputs.source_length} if encoder else {}),
     )
     if encoder:
-        yield _LayerStack(
+        yield LayerStack(
             inputs=inputs,
             arch_config=encoder,
             prefix=f"{ENCODER}.",
             seq_length=inputs.source_length,
             kv_lengths={"attn": inputs.source_length},
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerStack:
-    """The layers of a decoder or an encoder.
-
-    Sizes (`_size`) are in elements on one device, `_nbytes` in bytes.
-
-    Attributes:
-        inputs: Inputs of the estimate.
-        arch_config: The choices of these layers.
-        prefix: Prefix of their paths.
-        seq_length: Number of queries.
-        kv_lengths: Number of keys of each attention of a layer, by name.
-    """
-
-    inputs: MemoryInputs
-    arch_config: ArchConfig
-    prefix: str
-    seq_length: int
-    kv_lengths: Mapping[str, int]
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self.arch_config.sliding_windows)
-
-    @property
-    def score_nbytes(self) -> int:
-        """Bytes of the largest float32 scores of a layer."""
-        return FLOAT32 * max(map(self._score_size, self.kv_lengths.values()))
-
-    @property
-    def weight_nbytes(self) -> int:
-        """Bytes of the weights of all layers in the dtype of the computation."""
-        return self.inputs.itemsize * sum(map(self.inputs.local_leaf_size, self._layer_leaves()))
-
-    @property
-    def saved_nbytes(self) -> int:
-        """Bytes that one layer saves for its backward pass by the policy, without weights."""
-        inputs, residual_size = self.inputs, self._residual_size()
-        if inputs.remat_policy in SAVES_ALL:
-            return self._saved_without_remat_nbytes()
-        num_attentions = len(self.kv_lengths)
-        saved = residual_size * inputs.itemsize // inputs.num_residual_shards(self.seq_length)
-        if inputs.remat_policy in SAVES_DOTS + SAVES_WEIGHT_DOTS:
-            num_mlps = inputs.num_experts if self.arch_config.experts_per_token else 1
-            mlp_size = residual_size + self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp)
-            saved += inputs.itemsize * num_mlps * mlp_size
-            saved += inputs.itemsize * residual_size * num_attentions
-            saved += inputs.itemsize * (self._query_size() + self._kv_size()) * num_attentions
-        if inputs.remat_policy in SAVES_DOTS:
-            for kv_length in self.kv_lengths.values():
-                saved += self._score_size(kv_length) * FLOAT32 + self._query_size() * inputs.itemsize
-        return saved
-
-    @property
-    def working_set_nbytes(self) -> int:
-        """Bytes of the working set of a layer's backward pass."""
-        return (
-            window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
-            + self._expert_nbytes()
-            + self._transient_scores_nbytes()
-            + self._residual_gradient_nbytes()
-            + self._gathered_nbytes()
-        )
-
-    def _saved_without_remat_nbytes(self) -> int:
-        """Return the bytes that a layer saves without rematerialization."""
-        inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
-        heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions
-        block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
-        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes()
-        return self._saved_scores_nbytes() + heads + self._norm_nbytes() + block_inputs + hidden
-
-    def _norm_nbytes(self) -> int:
-        """Return the bytes that the derivatives of norms need; those before projections run in chunks of tokens."""
-        block_type, residual_size = self.arch_config.block_type, self._residual_size()
-        num_output_norms = OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
-        num_input_norms = NORMS_PER_BLOCK[block_type] - num_output_norms + len(self.kv_lengths) - 1
-        input_size = residual_size * self._chunk_length() // self.seq_length
-        num_bytes = 2 * FLOAT32 + self.inputs.itemsize
-        norm_size = num_output_norms * residual_size + num_input_norms * input_size
-        return num_bytes * norm_size // self.inputs.num_residual_shards(self.seq_length)
-
-    def _residual_gradient_nbytes(self) -> int:
-        """Return the bytes of gradients of the residual stream; without chunks they take the place of norms."""
-        if self._chunk_length() == self.seq_length:
-            return 0
-        return 2 * FLOAT32 * self._residual_size() // self.inputs.num_residual_shards(self.seq_length)
-
-    def _saved_scores_nbytes(self) -> int:
-        """Return the bytes of attention scores saved for the backward pass; in tiles, of their log-sum-exp."""
-        if self.inputs.attention_tile is not None:
-            normalizers = FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim")
-            return normalizers * len(self.kv_lengths)
-        num_scores = sum(map(self._score_size, self.kv_lengths.values()))
-        softcap_nbytes = FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0
-        return num_scores * (FLOAT32 + self.inputs.itemsize + softcap_nbytes)
-
-    def _transient_scores_nbytes(self) -> int:
-        """Return the bytes of scores that exist only during a layer's backward pass."""
-        if self.inputs.attention_tile is not None:
-            tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
-            return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
-        return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
-
-    def _expert_nbytes(self) -> int:
-        """Return the bytes of one expert's hidden units; 0 without experts. One expert is computed at a time."""
-        return self._mlp_nbytes() if self.arch_config.experts_per_token else 0
-
-    def _mlp_nbytes(self) -> int:
-        """Return the bytes that the backward pass of one MLP needs."""
-        num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
-        return num_arrays * self.inputs.itemsize * self._mlp_hidden_size()
-
-    def _gathered_nbytes(self) -> int:
-        """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients.
-
-        Of experts only one counts, because one is computed at a time.
-        """
-        inputs = self.inputs
-        if inputs.axis_size("fsdp") == 1:
-            return 0
-        sizes = (
-            inputs.local_leaf_size(leaf, is_gathered=True) // inputs.leaf_extent(leaf, "experts")
-            for leaf in self._layer_leaves()
-        )
-        return (inputs.itemsize + FLOAT32) * sum(sizes) // self.num_layers
-
-    def _layer_leaves(self) -> list[ParamLeaf]:
-        """Return the parameters of these layers."""
-        prefix = f"{self.prefix}layers."
-        return [leaf for path, leaf in self.inputs.leaves.items() if path.startswith(prefix)]
-
-    def _residual_size(self) -> int:
-        """Return the elements of the unsplit residual stream [B, T, D]."""
-        return self.inputs.local_batch_size * self.seq_length * self.inputs.embed_size
-
-    def _query_size(self) -> int:
-        """Return the elements of queries [B, T, H, E]."""
-        heads_size = self.inputs.local_extent("heads") * self.inputs.local_extent("head_dim")
-        return self.inputs.local_batch_size * self.seq_length * heads_size
-
-    def _kv_size(self) -> int:
-        """Return the elements of keys and values, repeated per query head if the mesh splits query heads only."""
-        inputs = self.inputs
-        is_repeated = inputs.num_shards("kv_heads") != inputs.num_shards("heads")
-        kv_heads = 0 if is_repeated else inputs.local_extent("kv_heads")
-        num_heads = kv_heads or inputs.local_extent("heads")
-        return 2 * inputs.local_batch_size * self.seq_length * num_heads * inputs.local_extent("head_dim")
-
-    def _mlp_hidden_size(self) -> int:
-        """Return the elements of an MLP's hidden units [B, T, F], or of a chunk's."""
-        return self.inputs.local_batch_size * self._chunk_length() * self.inputs.local_extent("mlp")
-
-    def _chunk_length(self) -> int:
-        """Return the tokens per row of a chunk."""
-        return chunk_length(self.inputs.ffn_chunk_size, self.seq_length)
-
-    def _score_size(self, kv_length: int) -> int:
-        """Return the elements of scores [B, H, T, S], or of a tile's."""
-        q_size, k_size = self.inputs.attention_tile or (WHOLE, WHOLE)
-        num_scores = chunk_length(q_size, self.seq_length) * chunk_length(k_size, kv_length)
-        return self.inputs.local_batch_size * self.inputs.local_extent("heads") * num_scores

@@ -26,8 +26,13 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 
 def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
-    """Compute the MLP of [B, T, D]: down(activation(up)), or down(activation(gate) * up) if it is gated."""
+    """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
+    hidden = sharding.constrain(mlp_hidden(x, weights, arch_config), "batch", "seq", "mlp")
+    return linear(hidden, weights["down"])
+
+
+def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+    """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
     up = linear(x, weights["up"])
-    hidden = activate(linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)
-    return linear(sharding.constrain(hidden, "batch", "seq", "mlp"), weights["down"])
+    return activate(linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)

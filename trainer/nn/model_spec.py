@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.memory_estimate import SAVES_SCORES
+from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
 from trainer.nn.kernels.options import AttentionOptions

@@ -1,8 +1,9 @@
-"""Mixture-of-experts MLP with top-k routing."""
+"""Mixture-of-experts MLP with top-k routing and sparse dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,51 +12,76 @@ from jax import Array, lax, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.nn.mlp import mlp
+from trainer.nn.expert_blocks import Routing, experts_gradients, run_experts
+from trainer.nn.expert_sharding import Experts, ExpertSharding, expert_sharding
 
 
 def moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
     """Compute the weighted sum of each token's experts; no token is dropped.
 
-    Every expert is computed for every token, one expert at a time (no sparse dispatch). Memory is that of one expert,
-    in the backward pass too; time is that of all experts.
+    An expert computes only the tokens that are routed to it. The backward pass computes hidden units again.
 
     Args:
         x: Hidden states [B, T, D].
-        weights: `router`, and the experts' `up`, `gate` and `down` stacked over experts.
+        weights: `router`, and the experts' `up`, `gate` and `down` stacked over experts, without biases.
         arch_config: The choices of the layers.
         sharding: The device mesh and its rules.
 
     Returns:
         [B, T, D].
     """
-    # [experts, B, T]
-    weight_by_expert = jnp.moveaxis(router_weights(x, weights["router"]["weight"], arch_config), -1, 0)
-    experts = {name: projection for name, projection in weights.items() if name != "router"}
-
-    @jax.checkpoint
-    def weighted_expert(expert: Mapping[str, Any], token_weights: Array) -> Array:
-        return (mlp(x, expert, arch_config, sharding) * token_weights[..., None]).astype(x.dtype)
-
-    def add_expert(total: Array, expert: tuple[Mapping[str, Any], Array]) -> tuple[Array, None]:
-        return total + weighted_expert(*expert), None
-
-    return lax.scan(add_expert, jnp.zeros_like(x), (experts, weight_by_expert))[0]
+    experts = {name: projection["weight"] for name, projection in weights.items() if name != "router"}
+    shards = expert_sharding(x, experts, sharding)
+    return _mix_experts(arch_config, shards, x, experts, route(x, weights["router"]["weight"], arch_config, shards))
 
 
-def router_weights(x: Array, router: Array, arch_config: ArchConfig) -> Array:
-    """Compute each expert's weight for each token.
+def route(x: Array, router: Array, arch_config: ArchConfig, shards: ExpertSharding) -> Routing:
+    """Select the experts of each token: the top k of the softmax over all experts.
 
     Args:
         x: Hidden states [B, T, D].
         router: Router weight [experts, D].
         arch_config: `experts_per_token`, and `norm_topk_prob` to divide the weights of a token by their sum.
-
-    Returns:
-        float32 [B, T, experts]: the softmax over all experts, 0 except for the top-k experts.
+        shards: The mesh axes of tokens and experts. The compiler would gather the scores of all devices to sort them.
     """
     scores = jnp.einsum("btd,nd->btn", x, router, preferred_element_type=jnp.float32)
-    top_weights, top_experts = lax.top_k(nn.softmax(scores, axis=-1), arch_config.experts_per_token)
+    probabilities = nn.softmax(scores, axis=-1)
+
+    def select(probabilities: Array) -> Array:
+        return lax.top_k(probabilities, arch_config.experts_per_token)[1]
+
+    experts = shards.map_devices(select, shards.token_spec, shards.token_spec)(lax.stop_gradient(probabilities))
+    weights = (probabilities[..., None, :] * nn.one_hot(experts, router.shape[0])).sum(-1)
     if arch_config.norm_topk_prob:
-        top_weights = top_weights / top_weights.sum(-1, keepdims=True)
-    return (top_weights[..., None] * nn.one_hot(top_experts, router.shape[0])).sum(-2)
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(weights, experts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mix_experts(
+    arch_config: ArchConfig, shards: ExpertSharding, x: Array, experts: Experts, routing: Routing
+) -> Array:
+    """Compute the weighted sum of each token's experts, [B, T, D]."""
+    run = partial(run_experts, arch_config=arch_config, shards=shards)
+    tokens = shards.token_spec
+    return shards.map_devices(run, (tokens, shards.expert_specs, tokens), tokens)(x, experts, routing)
+
+
+def _forward(
+    arch_config: ArchConfig, shards: ExpertSharding, x: Array, experts: Experts, routing: Routing
+) -> tuple[Array, tuple[Array, Experts, Routing]]:
+    return _mix_experts(arch_config, shards, x, experts, routing), (x, experts, routing)
+
+
+def _backward(
+    arch_config: ArchConfig, shards: ExpertSharding, saved: tuple[Array, Experts, Routing], gradient: Array
+) -> tuple[Array, Experts, Routing]:
+    run = partial(experts_gradients, arch_config=arch_config, shards=shards)
+    tokens, matrices = shards.token_spec, shards.expert_specs
+    run = shards.map_devices(run, (tokens, matrices, tokens, tokens), (tokens, matrices, tokens))
+    d_x, d_experts, d_weights = run(*saved, gradient)
+    no_gradient: Any = None  # of indices
+    return d_x, d_experts, Routing(d_weights, no_gradient)
+
+
+_mix_experts.defvjp(_forward, _backward)

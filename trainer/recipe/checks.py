@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.models import mesh
 from trainer.models.errors import PrepError
-from trainer.models.memory_estimate import SAVES_SCORES
+from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.partition import merge_rules
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.recipe.formatting import example_value, format_value

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.memory_estimate import MemoryInputs
+from trainer.models.memory_inputs import MemoryInputs
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job

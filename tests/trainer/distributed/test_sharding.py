@@ -45,6 +45,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "vocab_size": 64, "true_vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
     },
+    "mixtral": {
+        "model_type": "mixtral", "vocab_size": 64, "true_vocab_size": 61, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+    },
 }  # fmt: skip
 MESHES = ["8,1,1", "1,8,1", "1,2,4", "2,2,2"]
 ROWS, LENGTH = 8, 16
@@ -94,8 +99,11 @@ def loss_and_gradients(name: str, sharding: ShardingContext, **options: Any) -> 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     slow_except(
-        [*(("llama", mesh) for mesh in MESHES), *(("gpt_neo", mesh) for mesh in MESHES[1:])],
-        (("llama", "1,2,4"), ("gpt_neo", "2,2,2")),
+        [
+            *(("llama", mesh) for mesh in MESHES),
+            *((name, mesh) for name in ("gpt_neo", "mixtral") for mesh in MESHES[1:]),
+        ],
+        (("llama", "1,2,4"), ("gpt_neo", "2,2,2"), ("mixtral", "2,2,2")),
     ),
 )
 def test_loss_and_gradients_do_not_depend_on_mesh(name: str, mesh: str):
@@ -145,6 +153,14 @@ def test_batch_keeps_its_axes_with_rules_that_use_them():
         "vocab": (("dp", "fsdp"), (), ()),
     }
     assert [sharding.num_shards(name, 64) for name in shapes] == [2, 2, 1]
+
+
+EXPERT_RULES = ["experts=mp", "mlp=fsdp+mp", "experts=fsdp", "mlp=none"]
+
+
+@pytest.mark.parametrize("rule", slow_except(EXPERT_RULES, EXPERT_RULES[:1]))
+def test_results_do_not_depend_on_rules_of_experts(rule: str):
+    check_equals_one_device("mixtral", "1,2,4", [rule], ffn_chunk_size=4)
 
 
 def check_equals_one_device(name: str, mesh: str, rules: Sequence[str] = (), **options: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainer.models.memory_estimate import MemoryEstimate, MemoryInputs, estimate_memory
+from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import param_leaves
 from trainer.models.partition import DEFAULT_RULES
@@ -39,6 +40,10 @@ MIXTRAL = {
     "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "intermediate_size": 1024, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
     "max_position_embeddings": 32768, "sliding_window": None,
+}  # fmt: skip
+QWEN_MOE = {
+    "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+    "moe_intermediate_size": 192, "vocab_size": 32000, "num_experts": 32, "num_experts_per_tok": 8,
 }  # fmt: skip
 T5 = {
     "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 8,
@@ -86,7 +91,11 @@ COMPILED = [
     ("gpt_neox", NEOX, "", 4, 1024, "none", 3624),
     ("gpt_neox", NEOX, "", 4, 1024, "nothing_saveable", 1704),
     ("mixtral", MIXTRAL, "", 4, 1024, "none", 4003),
-    ("mixtral", MIXTRAL, "", 4, 1024, "nothing_saveable", 2624),
+    ("mixtral", MIXTRAL, "", 4, 1024, "nothing_saveable", 2625),
+    ("mixtral", MIXTRAL, "", 4, 1024, "dots_saveable", 3265),
+    ("mixtral", MIXTRAL, "1,2,4", 4, 1024, "nothing_saveable", 379),
+    ("qwen3_moe", QWEN_MOE, "", 4, 1024, "none", 3885),
+    ("qwen3_moe", QWEN_MOE, "", 4, 1024, "nothing_saveable", 2346),
     ("t5", T5, "", 4, 1024, "none", 8269),
     ("t5", T5, "", 4, 1024, "nothing_saveable", 2604),
 ]
@@ -119,6 +128,17 @@ def test_blockwise_attention_grows_linearly_like_xla_plan(length: int, ffn_chunk
     options = {"remat_policy": "nothing_saveable", "attention_tile": (512, 512), "ffn_chunk_size": ffn_chunk_size}
     memory = estimate("llama", SMALL, seq_length=length, **options)
     assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
+
+
+def test_experts_need_rows_of_one_chunk_and_save_nothing():
+    """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
+    options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}
+    two, four = (
+        estimate("mixtral", MIXTRAL | {"num_experts_per_tok": top_k}, **options, ffn_chunk_size=1024)
+        for top_k in (2, 4)
+    )
+    assert 2 * 2 * 1024 * 512 * 4 <= four.layer - two.layer <= 3 * 2 * 1024 * 512 * 4
+    assert four.saved == two.saved
 
 
 def test_scores_of_13b_at_32k_take_40_gib_per_layer():

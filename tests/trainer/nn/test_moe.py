@@ -1,77 +1,179 @@
-"""Tests of the mixture-of-experts MLP against a loop over tokens in float64."""
+"""Tests of the mixture-of-experts MLP against a loop over experts in float64 and against a dense dispatch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
+from bench.moe import dense_moe_mlp
+from prepcli.testing.tiny_transformers import relative_error
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.nn.moe import moe_mlp, router_weights
+from trainer.models.chunk_sizes import expert_block_length
+from trainer.nn.expert_sharding import ExpertSharding
+from trainer.nn.moe import moe_mlp, route
+from trainer.nn.token_chunks import map_token_chunks
 
 EXPERTS, D, F = 5, 6, 7
+ROWS, LENGTH = 2, 37  # 74 tokens: experts have several blocks, the last one incomplete
+BLOCK = expert_block_length(ROWS * LENGTH, 2, EXPERTS)
+Dispatch = Callable[[Array, Mapping[str, Any], ArchConfig, ShardingContext], Array]
 
 
-def random_expert_weights(seed: int = 0) -> dict[str, Any]:
-    """Generate the router and the experts."""
+def make_moe_arch(top_k: int, normalize: bool = True) -> ArchConfig:
+    """Return an architecture with `top_k` experts per token."""
+    return dataclasses.replace(make_arch(), experts_per_token=top_k, norm_topk_prob=normalize)
+
+
+def random_inputs(routing: str = "random", dtype: Any = jnp.float32, seed: int = 0) -> tuple[Array, dict[str, Any]]:
+    """Generate tokens, and a router and experts that route them in this way; the last element of a token is 1."""
     rng = np.random.default_rng(seed)
     shapes = {"router": (EXPERTS, D), "gate": (EXPERTS, F, D), "up": (EXPERTS, F, D), "down": (EXPERTS, D, F)}
-    return {name: {"weight": jnp.asarray(rng.standard_normal(shape), jnp.float32)} for name, shape in shapes.items()}
+    weights = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    x = rng.standard_normal((ROWS, LENGTH, D))
+    x[..., -1] = 1
+    if routing == "unused expert":
+        weights["router"][3, -1] = -100
+    elif routing == "one expert":
+        weights["router"][2, -1] = 100
+    elif routing == "ties":
+        weights["router"][:] = 0
+    elif routing == "padding":
+        x[:, 20:] = 0
+    return jnp.asarray(x, dtype), {name: {"weight": jnp.asarray(array, dtype)} for name, array in weights.items()}
 
 
-def make_moe_arch(top_k: int, normalize: bool) -> ArchConfig:
-    """Return an architecture with `top_k` experts per token."""
-    return dataclasses.replace(make_arch(), experts_per_token=top_k, norm_topk_prob=normalize, activation="relu")
+ROUTINGS = ("random", "unused expert", "one expert", "ties", "padding")
 
 
-def naive_moe_mlp(x: np.ndarray, weights: dict[str, Any], top_k: int, normalize: bool) -> np.ndarray:
-    """Compute the MLP token by token and expert by expert."""
-    router, gate, up, down = (
-        np.asarray(weights[name]["weight"], np.float64) for name in ("router", "gate", "up", "down")
-    )
-    out = np.zeros(x.shape)
-    for index in np.ndindex(x.shape[:2]):
-        probabilities = np.exp(router @ x[index])
-        probabilities /= probabilities.sum()
-        experts = np.argsort(-probabilities)[:top_k]
-        expert_weights = probabilities[experts] / (probabilities[experts].sum() if normalize else 1)
-        for weight, expert in zip(expert_weights, experts):
-            hidden = np.maximum(gate[expert] @ x[index], 0) * (up[expert] @ x[index])
-            out[index] += weight * (down[expert] @ hidden)
-    return out
+def float64_moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, _: ShardingContext) -> Array:
+    """Compute each expert for all tokens in the dtype of the arguments."""
+    router, gate, up, down = (weights[name]["weight"] for name in ("router", "gate", "up", "down"))
+    probabilities = jax.nn.softmax(x @ router.T)
+    top = jnp.argsort(-probabilities, stable=True)[..., : arch_config.experts_per_token]
+    selected = jax.nn.one_hot(top, EXPERTS, dtype=x.dtype).sum(-2) * probabilities
+    if arch_config.norm_topk_prob:
+        selected = selected / selected.sum(-1, keepdims=True)
+    hidden = jax.nn.silu(jnp.einsum("btd,nfd->btnf", x, gate)) * jnp.einsum("btd,nfd->btnf", x, up)
+    return jnp.einsum("btnf,ndf,btn->btd", hidden, down, selected)
 
 
-@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+@cache
+def compiled(dispatch: Dispatch, arch_config: ArchConfig, chunk_size: int = -1) -> Any:
+    """Return the compiled function of gradients and output."""
+
+    def run(x: Array, weights: Mapping[str, Any]) -> Array:
+        return dispatch(x, weights, arch_config, ShardingContext())
+
+    def loss(x: Array, weights: Mapping[str, Any]) -> tuple[Array, Array]:
+        output = map_token_chunks(run, x, weights, chunk_size)
+        return jnp.square(output.astype(jnp.promote_types(output.dtype, jnp.float32))).sum(), output
+
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+
+def errors(dispatch: Dispatch, arch_config: ArchConfig, inputs: tuple[Array, Any], chunk_size: int = -1) -> list[float]:
+    """Return the relative errors of output and gradients against float64."""
+    actual = jax.tree.leaves(compiled(dispatch, arch_config, chunk_size)(*inputs))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), inputs)
+        expected = jax.tree.leaves(compiled(float64_moe_mlp, arch_config)(*wide))
+        assert {leaf.dtype for leaf in expected} == {np.dtype(np.float64)}
+    return [relative_error(np.asarray(a, np.float64), np.asarray(e)) for a, e in zip(actual, expected)]
+
+
+def check_is_as_exact_as_dense(inputs: tuple[Array, Any], arch_config: ArchConfig, chunk_size: int = -1) -> None:
+    """Compare the errors of output and gradients with those of the dense dispatch; both round about as often.
+
+    The margin of 8 roundings is for arrays in which one of the two happens to be nearly exact.
+    """
+    eps = float(jnp.finfo(inputs[0].dtype).eps)
+    sparse = errors(moe_mlp, arch_config, inputs, chunk_size)
+    dense = errors(dense_moe_mlp, arch_config, inputs)
+    assert all(error <= 2 * dense_error + 8 * eps for error, dense_error in zip(sparse, dense)), (sparse, dense)
+    assert max(sparse) < 64 * eps
+
+
+CASES = [(routing, top_k) for routing in ROUTINGS for top_k in (1, 2, EXPERTS)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("routing", "top_k"), CASES)
+def test_moe_mlp_is_as_exact_as_dense_dispatch(routing: str, top_k: int, dtype: Any):
+    """The normalized weight of a single expert is 1, and its gradient nothing but rounding."""
+    check_is_as_exact_as_dense(random_inputs(routing, dtype), make_moe_arch(top_k, normalize=top_k > 1))
+
+
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("normalize", [True, False])
-def test_moe_mlp_matches_naive_loops(top_k: int, normalize: bool):
-    x = np.random.default_rng(1).standard_normal((2, 3, D))
-    weights = random_expert_weights()
-    output = moe_mlp(jnp.asarray(x, jnp.float32), weights, make_moe_arch(top_k, normalize), ShardingContext())
-    np.testing.assert_allclose(output, naive_moe_mlp(x, weights, top_k, normalize), rtol=1e-4, atol=1e-4)
+def test_moe_mlp_is_exact_for_random_routings(seed: int, normalize: bool):
+    check_is_as_exact_as_dense(random_inputs(seed=seed), make_moe_arch(2, normalize))
 
 
-def test_router_weights_are_top_k_and_float32():
-    x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, D)), jnp.bfloat16)
-    router = random_expert_weights()["router"]["weight"].astype(jnp.bfloat16)
-    weights = router_weights(x, router, make_moe_arch(2, True))
-    assert weights.dtype == jnp.float32
-    assert ((np.asarray(weights) > 0).sum(-1) == 2).all()
-    np.testing.assert_allclose(np.asarray(weights).sum(-1), 1, rtol=1e-6)
+@pytest.mark.parametrize("chunk_size", slow_except((1, 8, 36), (8,)))
+def test_moe_mlp_in_token_chunks_is_as_exact(chunk_size: int):
+    check_is_as_exact_as_dense(random_inputs(), make_moe_arch(2), chunk_size)
 
 
-def test_moe_mlp_holds_one_expert_in_memory():
-    """Neither the forward nor the backward pass has an array with the hidden units of all experts."""
-    x, weights = jnp.zeros((2, 64, D)), random_expert_weights()
+def run_forward(x: Array, weights: Mapping[str, Any], top_k: int = 2) -> np.ndarray:
+    """Compute the output."""
+    return np.asarray(moe_mlp(x, weights, make_moe_arch(top_k), ShardingContext()), np.float64)
 
-    def loss(x: jax.Array, weights: dict[str, Any]) -> jax.Array:
-        return jnp.square(moe_mlp(x, weights, make_moe_arch(2, True), ShardingContext())).sum()
 
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(x, weights).as_text()
-    assert f"2x64x{F}xf32" in text
-    assert f"{EXPERTS}x2x64x{F}xf32" not in text
+def test_expert_without_tokens_is_not_computed():
+    x, weights = random_inputs("unused expert")
+    broken = {name: {"weight": leaf["weight"].at[3].set(jnp.nan)} for name, leaf in weights.items() if name != "router"}
+    np.testing.assert_array_equal(run_forward(x, {**weights, **broken}), run_forward(x, weights))
+
+
+def test_token_that_is_not_finite_changes_no_other_token():
+    x, weights = random_inputs()
+    output = run_forward(x.at[1, 5].set(jnp.inf), weights)
+    assert np.isnan(output[1, 5]).all()
+    output[1, 5] = run_forward(x, weights)[1, 5]
+    np.testing.assert_allclose(output, run_forward(x, weights), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "everything_saveable"])
+def test_remat_policies_do_not_change_gradients(policy: str):
+    """The layer runs in a scan, as the layers of a model do."""
+    (x, weights), arch_config = random_inputs(), make_moe_arch(2)
+
+    def loss(x: Array, weights: Mapping[str, Any], policy: str = "") -> Array:
+        def layer(x: Array, _: None) -> tuple[Array, None]:
+            return x + 0.1 * moe_mlp(x, weights, arch_config, ShardingContext()), None
+
+        layer = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy)) if policy else layer
+        return jnp.square(jax.lax.scan(layer, x, length=2)[0]).sum()
+
+    gradients = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, weights, policy))
+    expected = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, weights))
+    assert [relative_error(*pair) for pair in zip(gradients, expected)] == pytest.approx([0] * len(expected), abs=1e-5)
+
+
+def test_route_selects_top_k_in_float32():
+    x, weights = random_inputs(dtype=jnp.bfloat16)
+    routing = route(x, weights["router"]["weight"], make_moe_arch(2), ExpertSharding())
+    assert routing.weights.dtype == jnp.float32
+    assert routing.experts.shape == (ROWS, LENGTH, 2)
+    assert (routing.experts[..., 0] != routing.experts[..., 1]).all()
+    np.testing.assert_allclose(routing.weights.sum(-1), 1, rtol=1e-6)
+
+
+def test_moe_mlp_holds_hidden_units_of_one_block():
+    """Neither the forward nor the backward pass has an array with the hidden units of all tokens or all experts."""
+    x, weights = random_inputs()
+    text = compiled(moe_mlp, make_moe_arch(2)).lower(x, weights).as_text()
+    assert f"{BLOCK}x{F}xf32" in text
+    for count in (ROWS * LENGTH, f"{ROWS}x{LENGTH}", ROWS * LENGTH * 2, f"{EXPERTS}x{BLOCK}"):
+        assert f"{count}x{F}xf32" not in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.recipe.test_errors import GOOD, error_of
-from trainer.models.memory_estimate import SAVES_SCORES
+from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.recipe import load_recipe
 
 BLOCKWISE = GOOD.replace("[data]", 'attention_kernel = "blockwise"\nremat_policy = "{}"\n[data]')

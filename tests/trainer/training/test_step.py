@@ -74,6 +74,12 @@ def test_losses_with_unsplit_kv_heads_match_one_device():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+def test_losses_of_experts_do_not_depend_on_mesh_or_micro_batches():
+    setup = runs.make_setup(runs.MIXTRAL, mesh="2,2,2", accumulate=2, remat_policy="dots_saveable", ffn_chunk_size=5)
+    expected, _ = train_losses(runs.make_setup(runs.MIXTRAL), 5)
+    np.testing.assert_allclose(train_losses(setup, 5)[0], expected, rtol=1e-5)
+
+
 def updated_weight(accumulate: int, weights: np.ndarray) -> jax.Array:
     """Return a weight after a step with these token weights."""
     setup = runs.make_setup(accumulate=accumulate)

@@ -1,0 +1,145 @@
+"""Mesh axes of an MoE layer, and the collectives of its devices.
+
+Each device computes its own rows of the batch. Over axes that split both the batch and a matrix (fsdp) it gathers one
+expert at a time. Over axes that split hidden units or experts only (mp) devices have partial sums, added at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.mesh import MeshAxes
+
+_UP_DIMS = ("experts", "mlp", "embed")
+EXPERT_DIMS: Mapping[str, tuple[str, str, str]] = {
+    "gate": _UP_DIMS, "up": _UP_DIMS, "down": ("experts", "embed", "mlp"),
+}  # fmt: skip
+
+Experts = Mapping[str, Array]  # `gate`, `up` and `down`: [E, F, D], [E, F, D] and [E, D, F], or without E of one expert
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # hashable, as a static argument has to be
+class ExpertSharding:
+    """The mesh axes of an MoE layer's tokens and experts.
+
+    Attributes:
+        device_mesh: The device mesh; None for one device.
+        batch_axes: Axes that split the tokens.
+        weight_axes: Axes of each dim of the stacked matrices, by name.
+    """
+
+    device_mesh: jax.sharding.Mesh | None = None
+    batch_axes: MeshAxes = ()
+    weight_axes: Mapping[str, tuple[MeshAxes, ...]] = field(
+        default_factory=lambda: dict.fromkeys(EXPERT_DIMS, ((), (), ()))
+    )
+
+    @property
+    def gathers_experts(self) -> bool:
+        """Whether devices exchange the shards of each expert, and therefore have to compute experts in step."""
+        return any(self._batch_axes_of(axes) for axes in self.weight_axes["up"])
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Number of shards of the stack of experts."""
+        return math.prod(self.device_mesh.shape[axis] for axis in self.weight_axes["up"][0]) if self.device_mesh else 1
+
+    @property
+    def token_spec(self) -> PartitionSpec:
+        """Sharding of an array of tokens, [B, ...]."""
+        return PartitionSpec(self.batch_axes)
+
+    @property
+    def expert_specs(self) -> Mapping[str, PartitionSpec]:
+        """Sharding of the stacked matrices, by name."""
+        return {name: PartitionSpec(*axes) for name, axes in self.weight_axes.items()}
+
+    @property
+    def _partial_axes(self) -> MeshAxes:
+        """Axes whose devices have a part of the experts or of their hidden units for the same tokens."""
+        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.batch_axes)
+
+    def first_expert(self, num_local: int) -> Array | int:
+        """Return the index of the first of the device's experts."""
+        axes = self.weight_axes["up"][0]
+        return num_local * lax.axis_index(axes) if axes else 0
+
+    def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return `function` with each device's shards as its arguments and results."""
+        if self.device_mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def gather(self, expert: Experts) -> Experts:
+        """Gather the shards of one expert over the axes that split the batch."""
+        return self._map_split_dims(
+            expert, lambda matrix, axes, dim: lax.all_gather(matrix, axes, axis=dim, tiled=True)
+        )
+
+    def scatter_gradient(self, gradient: Experts) -> Experts:
+        """Sum the gradient of one expert over the axes that split it and the batch, and keep the device's shard."""
+        return self._map_split_dims(
+            gradient, lambda matrix, axes, dim: lax.psum_scatter(matrix, axes, scatter_dimension=dim, tiled=True)
+        )
+
+    def sum_gradients(self, gradients: Experts) -> Experts:
+        """Sum the gradients of all experts over the axes that split the batch only."""
+        used = {*chain(*self.weight_axes["up"])}
+        axes = tuple(axis for axis in self.batch_axes if axis not in used)
+        return lax.psum(gradients, axes) if axes else gradients
+
+    def sum_parts(self, x: Any) -> Any:
+        """Add the parts of outputs or gradients that the devices with the same tokens have."""
+        return lax.psum(x, self._partial_axes) if self._partial_axes else x
+
+    def _map_split_dims(self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]) -> Experts:
+        """Apply a function to the matrices of one expert, for each dim that is split over axes of the batch."""
+        matrices = dict(expert)
+        for name in expert:
+            for dim, axes in enumerate(map(self._batch_axes_of, self.weight_axes[name][1:])):
+                matrices[name] = function(matrices[name], axes, dim) if axes else matrices[name]
+        return matrices
+
+    def _batch_axes_of(self, axes: MeshAxes) -> MeshAxes:
+        return tuple(axis for axis in axes if axis in self.batch_axes)
+
+
+def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> ExpertSharding:
+    """Return the sharding of tokens [B, T, D] and stacked experts by the rules of a run.
+
+    Args:
+        x: Tokens.
+        experts: The experts.
+        sharding: The device mesh and its rules.
+    """
+    if sharding.device_mesh is None:
+        return ExpertSharding()
+    batch_axes = sharding.activation_axes(x.shape, "batch", "seq", "embed")[0]
+    weight_axes = {
+        name: tuple(
+            _usable_axes(dim, axes, batch_axes)
+            for dim, axes in zip(EXPERT_DIMS[name], sharding.weight_axes(matrix.shape, *EXPERT_DIMS[name]))
+        )
+        for name, matrix in experts.items()
+    }
+    return ExpertSharding(sharding.device_mesh, batch_axes, weight_axes)
+
+
+def _usable_axes(dim: str, axes: MeshAxes, batch_axes: MeshAxes) -> MeshAxes:
+    """Return the axes of a dim of the experts that stay split in this layer.
+
+    A stack of experts that is split like the batch is gathered as a whole, and so is an embedding width that is split
+    over devices with the same tokens.
+    """
+    if dim == "experts":
+        return () if {*axes} & {*batch_axes} else axes
+    return axes if dim == "mlp" else tuple(axis for axis in axes if axis in batch_axes)
