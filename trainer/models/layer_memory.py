@@ -96,7 +96,7 @@ class LayerStack:
         block_type, residual_size = self.arch_config.block_type, self._residual_size()
         num_output_norms = OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
         num_input_norms = NORMS_PER_BLOCK[block_type] - num_output_norms + len(self.kv_lengths) - 1
-        input_size = residual_size * self._chunk_length() // self.seq_length
+        input_size = self.inputs.local_batch_size * self._chunk_length() * self.inputs.embed_size
         num_bytes = 2 * FLOAT32 + self.inputs.itemsize
         norm_size = num_output_norms * residual_size + num_input_norms * input_size
         return num_bytes * norm_size // self.inputs.num_residual_shards(self.seq_length)

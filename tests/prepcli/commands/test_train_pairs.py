@@ -138,8 +138,10 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
         Path("other.toml").write_text(cleared)
         sets = [part for word in words for part in ("--set", word)]
         capsys.readouterr()
-        assert main(["train", "other.toml", "--json", *sets]) == USAGE
-        error = json.loads(capsys.readouterr().out)["error"]
+        code = main(["train", "other.toml", "--json", *sets])
+        out = capsys.readouterr().out
+        assert code == USAGE, out
+        error = json.loads(out)["error"]
         assert error["what"] == "t5 has an encoder, but the data has no source column"
         assert "span-corruption pretraining is not supported" in error["why"]
     make_checkpoint(work_dir / "llama", LLAMA)

@@ -72,7 +72,7 @@ def float64_moe_mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfi
 def compiled(dispatch: Dispatch, arch_config: ArchConfig, chunk_size: int = -1) -> Any:
     """Return the compiled function of gradients and output."""
 
-    def run(x: Array, weights: Mapping[str, Any]) -> Array:
+    def run(x: Array, weights: Mapping[str, Any], constants: None) -> Array:
         return dispatch(x, weights, arch_config, ShardingContext())
 
     def loss(x: Array, weights: Mapping[str, Any]) -> tuple[Array, Array]:
