@@ -206,6 +206,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
     excluded |= {"data.source_length", "data.source_prefix"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
+    excluded |= {draw(st.sampled_from(["model.remat_policy", "model.attention_kernel"]))}
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
     optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
