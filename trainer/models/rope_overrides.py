@@ -67,7 +67,7 @@ def check_rope_scaling(scaling: Mapping[str, Any]) -> None:
         scaling: Content of `model.rope_scaling`.
 
     Raises:
-        PrepError: The type is not supported, a key is unknown or missing, or a value is invalid (usage errors).
+        UsageError: The type is not supported, a key is unknown or missing, or a value is invalid.
     """
     rope_type = _read_type(scaling)
     required = REQUIRED_KEYS[rope_type]
@@ -113,7 +113,7 @@ def _requirement(key: str, value: Any) -> str:
         is_list = isinstance(value, list) and all(map(_is_positive_number, value))
         return "" if is_list else "a list of numbers above 0, one per rotated pair of elements"
     if key == ORIGINAL:
-        return "" if isinstance(value, int) and _is_positive_number(value) else "an integer from 1 on"
+        return "" if isinstance(value, int) and _is_positive_number(value) else "a positive integer"
     return "" if _is_positive_number(value) else "a number above 0"
 
 
@@ -132,7 +132,7 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
         overrides: Values to replace.
 
     Raises:
-        PrepError: The family has no rotary embedding or several, or does not support the values (usage errors).
+        UsageError: The family has no rotary embedding or several, or does not support the values.
     """
     if not overrides.keys:
         return config

@@ -31,7 +31,6 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
         The residual stream [B, T, D] after the layer, and the cache with the keys and values of `x`.
     """
     arch_config, sharding, encoder_output = context.arch_config, context.sharding, context.encoder_output
-    no_norm = None
 
     def norm_weights(name: str) -> Mapping[str, Any]:
         return weights.get(name, {})
@@ -51,7 +50,7 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
     def feed_forward(x: Array, input_norm: Mapping[str, Any] | None) -> Array:
         return _feed_forward(x, {"mlp": weights["mlp"], "norm": input_norm}, context)
 
-    attended, kv_cache = self_attend(x, no_norm if arch_config.block_type == "post" else norm_weights("attn_norm"))
+    attended, kv_cache = self_attend(x, None if arch_config.block_type == "post" else norm_weights("attn_norm"))
     match arch_config.block_type:
         case "pre":
             x = shard_residual(x + attended, sharding)
@@ -60,7 +59,7 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
             x = x + feed_forward(x, norm_weights("mlp_norm"))
         case "post":
             x = shard_residual(apply_norm("attn_norm", x + attended), sharding)
-            x = apply_norm("mlp_norm", x + feed_forward(x, no_norm))
+            x = apply_norm("mlp_norm", x + feed_forward(x, None))
         case "parallel":
             x = x + attended + feed_forward(x, norm_weights("mlp_norm"))
         case "parallel_one_norm":

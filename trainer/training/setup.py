@@ -96,7 +96,7 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
     The manifest of a step to resume from has it already.
 
     Raises:
-        PrepError: The model does not support the recipe's rotary embedding (usage error).
+        UsageError: The model does not support the recipe's rotary embedding.
     """
     return {**manifest, "config": override_rope(manifest["config"], recipe.model.rope_overrides)}
 
