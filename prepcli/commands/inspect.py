@@ -34,7 +34,8 @@ from prepcli.planning.vocabulary import VOCAB_SIZE_KEY, Vocabulary, read_vocabul
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.opening import open_source
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import device_boxes, merge_rules, num_replicas, partition_spec, shard_shape
+from trainer.models.partition import device_boxes, leaf_spec, num_replicas, shard_shape
+from trainer.models.rule_text import merge_rules
 from trainer.models.suggest import suggest
 
 SortKey = Literal["name", "size", "file"]
@@ -286,20 +287,20 @@ def _shards_report(request: InspectRequest, contents: CheckpointContents, fields
     mesh = parse_mesh(mesh_text)
     leaf = find_leaf(logical_leaves(contents), request.shards or "", contents.display_name)
     rules = merge_rules(contents.manifest.get("rules", ()))
-    leaf_spec = partition_spec(leaf.dims, leaf.shape, mesh, rules, contents.display_name)
+    spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name)
     is_drawn = mesh.n_devices <= MAX_DRAWN_DEVICES
-    drawing = (draw_shard_map if is_drawn else summarize_sharding)(leaf.name, leaf.shape, leaf.dtype, leaf_spec, mesh)
+    drawing = (draw_shard_map if is_drawn else summarize_sharding)(leaf.name, leaf.shape, leaf.dtype, spec, mesh)
     shards = {
         "leaf": leaf.name,
         "shape": leaf.shape,
         "dtype": leaf.dtype,
         "mesh": str(mesh),
-        "spec": str(leaf_spec),
-        "shard": shard_shape(leaf_spec, leaf.shape),
-        "copies": num_replicas(leaf_spec, mesh),
-        "devices": device_boxes(leaf_spec, mesh, leaf.shape) if is_drawn else None,
+        "spec": str(spec),
+        "shard": shard_shape(spec, leaf.shape),
+        "copies": num_replicas(spec, mesh),
+        "devices": device_boxes(spec, mesh, leaf.shape) if is_drawn else None,
     }
-    return Report("\n".join([drawing, *map(str, leaf_spec.fallbacks)]), {**fields, "shards": shards})
+    return Report("\n".join([drawing, *map(str, spec.fallbacks)]), {**fields, "shards": shards})
 
 
 # Comparison with another checkpoint

@@ -25,7 +25,7 @@ from prepcli.sources.source import Source, SourceTensor, match_source_tensors, s
 from prepcli.targets.hf_folder import FileGroup, copied_files, header_entries, lay_out_weight_files, settings_files
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding, output_rows
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import DEFAULT_RULES, format_rule
+from trainer.models.rules import PARAM_RULES, format_rule
 
 FILL_KINDS = ("zeros", "mean", "normal")
 SEED_LIMIT = 1 << 64
@@ -73,7 +73,7 @@ def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
         return request.size
     if request.mesh is not None:
         mesh = parse_mesh(request.mesh)
-        return vocabulary.padded_size(math.lcm(*(mesh.size(axis) for axis in DEFAULT_RULES["vocab"][0])))
+        return vocabulary.padded_size(math.lcm(*(mesh.size(axis) for axis in PARAM_RULES["vocab"][0])))
     return vocabulary.padded_size(request.multiple or DEFAULT_MULTIPLE)
 
 
@@ -182,7 +182,7 @@ def _save_init_options(request: PadVocabRequest, source: Source) -> str:
     mesh, sizes = parse_mesh(request.mesh), source.family.sizes(source.config)
     rules = [
         format_rule(dim, (axes, ()))
-        for dim, (axes, *alternatives) in DEFAULT_RULES.items()
+        for dim, (axes, *alternatives) in PARAM_RULES.items()
         if dim != "vocab" and not alternatives and sizes.get(dim, 0) % math.prod(map(mesh.size, axes))
     ]
     return "".join([f" --mesh {request.mesh}", *(f" --rule '{rule}'" for rule in rules)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,11 @@ from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, sour
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
+from trainer.models.axis_map import Row
 from trainer.models.mesh import folder_suffix, parse_mesh
-from trainer.models.partition import merge_rules
+from trainer.models.partition import vocab_multiple
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import check_leaf_rules
 
 DEVICES_PER_HOST = 4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
 
@@ -45,7 +47,7 @@ class SaveInitRequest:
 
     common: CommonOptions
     mesh: str | None = None
-    rules: tuple[str, ...] = ()  # `DIM=AXIS`
+    rules: tuple[str, ...] = ()  # of `--rule`
     scan: bool | None = None  # stack the layers
     scan_axis: int | None = None
     pad_vocab: str = "no"  # `no`, `auto` (to fit the mesh) or a multiple
@@ -142,6 +144,7 @@ def plan_orbax_item(
     layout = _resolve_layout(request, source)
     rows = source_rows(source, layout.scan, layout.scan_axis)
     match = match_source_tensors(source, rows, request.match_options)
+    _check_leaf_rules(layout, source, rows, is_tied=match.is_tied)
     item = make_item(
         source, match, table=rows, vocab_size=layout.vocab_rows, partitioning=layout.partitioning, dtype=request.dtype
     )
@@ -210,11 +213,18 @@ def _resolve_layout(request: SaveInitRequest, source: Source) -> _ItemLayout:
         scan=scan,
         scan_axis=source_manifest.get("scan_axis", 0) if request.scan_axis is None else request.scan_axis,
         vocabulary=vocabulary,
-        vocab_rows=_vocab_rows(request, vocabulary, partitioning),
+        vocab_rows=_vocab_rows(request, source, vocabulary=vocabulary, partitioning=partitioning),
         rules=rules,
         source_manifest=source_manifest,
         is_training_step=source_manifest.get("kind") == "train" and not request.params_only,
     )
+
+
+def _check_leaf_rules(layout: _ItemLayout, source: Source, rows: Mapping[str, Row], *, is_tied: bool) -> None:
+    """Raise UsageError for a rule of leaves that is not used, or is for another number of dims."""
+    tied_leaf = source.family.tying.head_leaf if is_tied else None
+    leaves = {path: row.leaf_dims for path, row in rows.items() if path != tied_leaf}
+    check_leaf_rules(layout.partitioning.rules, leaves)
 
 
 def _manifest_settings(source: Source, located: LocatedCheckpoint, layout: _ItemLayout) -> dict[str, Any]:
@@ -244,13 +254,13 @@ def _check_source_kind(command: str, source: Source) -> None:
         raise usage_error(f"{source.display_name} is a Hugging Face folder", "reshard reads Orbax checkpoints", hint)
 
 
-def _vocab_rows(request: SaveInitRequest, vocabulary: Vocabulary, partitioning: Partitioning) -> int:
+def _vocab_rows(request: SaveInitRequest, source: Source, *, vocabulary: Vocabulary, partitioning: Partitioning) -> int:
     """Return the rows of the output's vocabulary."""
     if request.pad_vocab == "no":
         return vocabulary.stored_size
     if request.pad_vocab == "auto":
-        axes = partitioning.rules["vocab"][0]
-        num_shards = math.prod(partitioning.mesh.size(a) for a in axes) if partitioning.mesh else 1
+        dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
+        num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards
     if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
         raise usage_error(f"invalid `--pad-vocab {request.pad_vocab}`", "it takes no, auto, or a multiple")

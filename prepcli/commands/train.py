@@ -178,7 +178,7 @@ def _open_start_checkpoint(
     """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
-    from trainer.models.partition import DEFAULT_RULES
+    from trainer.models.rules import DEFAULT_RULES
     from trainer.training.preflight import check_inputs
     from trainer.training.setup import partition_rules
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
-from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import Rules, format_rule
 from trainer.models.rope_config import Rope
+from trainer.models.rule_text import rule_texts
 
 if TYPE_CHECKING:
     from trainer.recipe import Recipe
@@ -33,7 +32,8 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
         device_nbytes = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
         yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
-        yield f"rules {', '.join(rule_texts(leaves, setup.forward_config.sharding.rules))}"
+        dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
+        yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(None, [rope_text(setup.model.arch_config)])
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
@@ -45,12 +45,6 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         yield f"evaluation on {min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows):,} sequences"
     if step:
         yield f"resuming at step {step}"
-
-
-def rule_texts(leaves: Mapping[str, ParamLeaf], rules: Rules) -> Iterator[str]:
-    """Yield the rule of each logical dim of the parameters, in the notation of `--rule`."""
-    dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
-    yield from (format_rule(dim, choices) for dim, choices in rules.items() if dim in dims)
 
 
 def rope_text(arch_config: ArchConfig) -> str:

@@ -15,7 +15,8 @@ from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import read_manifest
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import DEFAULT_RULES, device_boxes, partition_spec
+from trainer.models.partition import device_boxes, partition_spec
+from trainer.models.rules import PARAM_RULES
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 REPORT = "report.html"
@@ -91,7 +92,7 @@ def _loss_points(path: Path) -> list[tuple[float, float]]:
 def _devices_section(out: Path) -> Iterator[str]:
     manifest = read_manifest(out / RESHARDED) or {}
     mesh, shape = parse_mesh(manifest["mesh"]), manifest["leaves"][f"params.{SHOWN_LEAF}"]["shape"]
-    boxes = device_boxes(partition_spec([("vocab",), ("embed",)], shape, mesh, DEFAULT_RULES), mesh, shape)
+    boxes = device_boxes(partition_spec([("vocab",), ("embed",)], shape, mesh, PARAM_RULES), mesh, shape)
     caption = f"{shape} on mesh {mesh}: the slices that each of {mesh.n_devices} devices holds."
     yield f"<h2>Devices</h2><p><code>{SHOWN_LEAF}</code> {caption}</p>"
     yield shard_map_svg(shape, boxes, title=f"{SHOWN_LEAF} on mesh {mesh}")

@@ -31,6 +31,11 @@ class LogicalLeaf:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def path(self) -> str:
+        """Dotted path in the tree of parameters."""
+        return self.name.removeprefix(f"{PARAMS}.")
+
 
 def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
     """Return the leaves of a checkpoint, by dotted name.

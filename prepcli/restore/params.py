@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from prepcli.errors import PrepError
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.source import Source
+from prepcli.sources.source import Source, source_rows
+from trainer.models.partition import vocab_multiple
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -76,9 +76,8 @@ def _open_reader(
             on_unchecked()
         return reader
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
-    axes = sharding.rules["vocab"][0]
-    multiple = math.prod(map(sharding.mesh.size, axes)) if sharding.mesh else 1
-    return WeightsReader(source, multiple, verify)
+    dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
+    return WeightsReader(source, vocab_multiple(dims, sharding.mesh, sharding.rules), verify)
 
 
 def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:

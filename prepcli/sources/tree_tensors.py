@@ -24,9 +24,8 @@ from prepcli.planning.state_names import (
 from prepcli.planning.strided_copies import Region
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
-from trainer.models.axis_map import AxisMap, Row, Sizes, bind_row
+from trainer.models.axis_map import LAYER_ATOMS, AxisMap, Row, Sizes, bind_row
 from trainer.models.parameters import (
-    LAYER_ATOMS,
     Family,
     HFConfig,
     TreeLayout,

@@ -18,9 +18,11 @@ from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, Row, bind_row
+from trainer.models.chunk_shapes import chunk_shape
 from trainer.models.host_reads import read_amplification, reads_per_host
 from trainer.models.mesh import Mesh
-from trainer.models.partition import Rules, Spec, chunk_shape, partition_spec
+from trainer.models.partition import Spec, leaf_spec
+from trainer.models.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +113,16 @@ def make_item(
     first_tensors: dict[str, SourceTensor] = {}  # first tensor of each leaf, which sets its dtype
     pieces: list[tuple[str, LeafPiece]] = []
     source = replace(source, tensors=tuple(tensor.cast(dtype) for tensor in source.tensors))
-    for tensor, name, row, stacked_indices in _leaf_uses(source, accounting, table, vocab_size):
+    for use in _leaf_uses(source, accounting, table, vocab_size):
+        tensor, name = use.tensor, use.name
         if name not in leaves:
-            leaves[name], first_tensors[name] = _leaf_layout(source, row, tensor, partitioning), tensor
+            leaves[name], first_tensors[name] = _leaf_layout(source, use, partitioning), tensor
         leaf = leaves[name]
         if leaf.dtype != tensor.dtype:
             raise _mixed_dtypes_error(source, name, first_tensors[name], tensor)
-        pieces.append(
-            (
-                tensor.name,
-                LeafPiece(name, row, stacked_indices, leaf.grid, itemsize(leaf.dtype), _source_offset(tensor)),
-            )
-        )
+        offset, item_nbytes = _source_offset(tensor), itemsize(leaf.dtype)
+        piece = LeafPiece(name, use.axis_map, use.stacked_indices, leaf.grid, item_nbytes, offset)
+        pieces.append((tensor.name, piece))
     layout = place_chunks(want for _, want in pieces)
     regions: dict[str, tuple[Region, ...]] = {}
     for (name, _), region in zip(pieces, layout.regions):
@@ -155,9 +155,23 @@ def _mixed_dtypes_error(source: Source, leaf: str, first: SourceTensor, later: S
     return PrepError(f"the leaf {leaf} would have two dtypes", why, hint)
 
 
-_LeafUse = tuple[
-    SourceTensor, str, AxisMap, tuple[tuple[str, int], ...]
-]  # tensor, leaf name, axis map, stacked indices
+@dataclass(frozen=True, slots=True)
+class _LeafUse:
+    """A tensor and its leaf.
+
+    Attributes:
+        tensor: The tensor.
+        name: Name of the leaf.
+        axis_map: Where each element of the leaf lies in its tensors.
+        stacked_indices: Indices of the tensor in the stacked dims of the leaf.
+        path: Path of the parameter of the leaf; None for state that belongs to no parameter.
+    """
+
+    tensor: SourceTensor
+    name: str
+    axis_map: AxisMap
+    stacked_indices: tuple[tuple[str, int], ...] = ()
+    path: str | None = None
 
 
 def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row], vocab_size: int) -> Iterator[_LeafUse]:
@@ -167,21 +181,21 @@ def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row],
     state = [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
     for tensor, slot, name in (*((t, PARAMS, t.name) for t in source.tensors), *state):
         if not slot:
-            yield tensor, name, identity_axis_map(name, tensor.shape), ()
+            yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
         for use in accounting.uses.get(name, ()) if slot else ():
-            yield tensor, f"{slot}.{use.path}", bound[use.parameter], use.stacked_indices
+            yield _LeafUse(tensor, f"{slot}.{use.path}", bound[use.parameter], use.stacked_indices, use.path)
 
 
-def _leaf_layout(source: Source, row: AxisMap, tensor: SourceTensor, partitioning: Partitioning) -> _LeafLayout:
+def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _LeafLayout:
+    row, tensor, mesh = use.axis_map, use.tensor, partitioning.mesh
     if ITEM_BITS[tensor.dtype] % 8:
         why = "zarr does not support elements smaller than a byte"
         raise PrepError(f"{source.names.display_name(tensor.name)} is {tensor.dtype}", why)
-    dims, shape, mesh = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, partitioning.mesh
-    spec = partition_spec(dims, shape, mesh, partitioning.rules, source.display_name) if mesh else None
-    chunk = tuple(
-        max(1, n)
-        for n in chunk_shape(dims, shape, mesh=mesh, rules=partitioning.rules, itemsize=itemsize(tensor.dtype))
-    )
+    dims, shape, spec = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, None
+    if mesh:
+        rules, checkpoint = partitioning.rules, source.display_name
+        spec = leaf_spec(use.path, dims, shape, mesh=mesh, rules=rules, checkpoint=checkpoint)
+    chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, spec=spec, itemsize=itemsize(tensor.dtype)))
     return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
 
 

@@ -21,8 +21,8 @@ from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import merge_rules
 from trainer.models.registry import family_of
+from trainer.models.rule_text import merge_rules
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers
 COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "scan_axis", "prefixed", "tied")

@@ -1,4 +1,4 @@
-"""Random meshes, and the errors of parsing."""
+"""Random meshes and leaves, and the errors of parsing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import MESH_AXES, parse_mesh
+from trainer.models.rules import PARAM_RULES
 
 
 def error_of(call: Callable[..., object], *args: Any, **kwargs: Any) -> PrepError:
@@ -37,3 +38,14 @@ def mesh_texts(draw: st.DrawFn) -> str:
 
 
 MESHES = mesh_texts().map(parse_mesh)
+
+
+@st.composite
+def split_leaves(draw: st.DrawFn):
+    """Draw a mesh, rules, and the dims and shape of a divisible leaf."""
+    mesh = draw(MESHES)
+    dims = [(name,) for name in draw(st.permutations(list(PARAM_RULES)))[: draw(st.integers(0, 4))]]
+    choices = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3).map(tuple)
+    rules = {name: (draw(choices), ()) for (name,) in draw(st.permutations(dims))}
+    shape = tuple(mesh.n_devices * draw(st.integers(1, 3)) for _ in dims)
+    return mesh, rules, dims, shape

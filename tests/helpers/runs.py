@@ -18,8 +18,9 @@ from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
-from trainer.models.partition import Box, merge_rules
+from trainer.models.partition import Box
 from trainer.models.registry import FAMILIES
+from trainer.models.rule_text import merge_rules
 from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.training.loop import Job

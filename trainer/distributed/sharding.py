@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rules, partition_spec
+from trainer.models.partition import Spec, activation_spec, leaf_spec, num_batch_shards, partition_spec
+from trainer.models.rules import DEFAULT_RULES, Rules
 
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
@@ -29,12 +30,12 @@ class ShardingContext:
 
     Attributes:
         mesh: The mesh as the recipe names it; None for one device.
-        rules: Mesh axes of each logical dim.
+        rules: Partition rules.
         device_mesh: The mesh on JAX devices; None if only specs are needed, or for one device.
     """
 
     mesh: Mesh | None = None
-    rules: Rules = field(default_factory=lambda: DEFAULT_RULES)
+    rules: Rules = DEFAULT_RULES
     device_mesh: jax.sharding.Mesh | None = None
 
     def param_sharding(self, leaf: ParamLeaf) -> NamedSharding | None:
@@ -51,7 +52,9 @@ class ShardingContext:
         Raises:
             UsageError: The mesh does not divide the parameter.
         """
-        return None if self.mesh is None else partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules)
+        if self.mesh is None:
+            return None
+        return leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=self.mesh, rules=self.rules)
 
     def replicated_sharding(self) -> NamedSharding | None:
         """Return the sharding of an array that every device holds completely; None without devices."""
@@ -81,10 +84,10 @@ class ShardingContext:
         return ((),) * len(dims) if spec is None else spec.mesh_axes
 
     def weight_axes(self, shape: tuple[int, ...], *dims: str) -> tuple[MeshAxes, ...]:
-        """Return the mesh axes that split each axis of a parameter, given the logical dim of each."""
+        """Return the mesh axes that split each axis of a parameter by the rules of dims alone."""
         if self.mesh is None:
             return ((),) * len(dims)
-        return partition_spec([(dim,) for dim in dims], shape, self.mesh, self.rules).mesh_axes
+        return partition_spec([(dim,) for dim in dims], shape, self.mesh, self.rules.params).mesh_axes
 
     def num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a logical dim of activations."""
@@ -94,13 +97,13 @@ class ShardingContext:
     @property
     def data_parallel_size(self) -> int:
         """Number of shards of a batch along its rows."""
-        return 1 if self.mesh is None else self.mesh.size("dp") * self.mesh.size("fsdp")
+        return num_batch_shards(self.mesh, self.rules)
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""
         if self.mesh is None:
             return None
-        return partition_spec([(dim,) for dim in dims], shape, self.mesh, activation_rules(self.rules))
+        return activation_spec(shape, dims, self.mesh, self.rules)
 
     def _to_named_sharding(self, spec: Spec | None) -> NamedSharding | None:
         """Convert a spec to a sharding on the devices; None without devices."""
@@ -119,7 +122,7 @@ def make_sharding_context(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingC
 
     Args:
         mesh: The mesh; one axis of size -1 takes the remaining devices.
-        rules: Mesh axes of each logical dim.
+        rules: Partition rules.
 
     Returns:
         The context with its device mesh.

@@ -28,6 +28,14 @@ from trainer.models.errors import PrepError
 
 AtomDims = tuple[tuple[str, ...], ...]  # the atoms of each dim
 Sizes = Mapping[str, int | Sequence[int]]  # atom -> extent, or name of an index list -> indices
+LAYERS = "layers"  # path part and atom of the layers (of the decoder, if the model has an encoder)
+ENCODER_LAYERS = "encoder_layers"  # atom of the encoder's layers
+LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)  # atoms that count layers; a leaf has at most one of them
+
+
+def stack_axis(dims: Sequence[tuple[str, ...]]) -> int | None:
+    """Return the axis of a leaf that stacks layers, or None."""
+    return next((axis for axis, dim in enumerate(dims) if len(dim) == 1 and dim[0] in LAYER_ATOMS), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from trainer.models.architecture import ArchConfig
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import Rules, activation_rules, partition_spec
+from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards
+from trainer.models.rules import Rules
 
 FLOAT32 = 4
 SAVES_ALL = ("none", "everything_saveable")
@@ -26,7 +27,7 @@ class MemoryInputs:
         arch_config: The choices of the layers.
         leaves: Parameters by path.
         mesh: The mesh without open axes; None for one device.
-        rules: Mesh axes of each logical dim.
+        rules: Partition rules.
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.
         source_length: Tokens of a source; 0 without an encoder.
@@ -57,7 +58,7 @@ class MemoryInputs:
 
     @property
     def embed_size(self) -> int:
-        """Width of the residual stream, which no mesh axis splits."""
+        """Width of the residual stream; the estimate has no split of it over mesh axes."""
         return self._extent("embed")
 
     def local_extent(self, dim: str) -> int:
@@ -71,7 +72,7 @@ class MemoryInputs:
     @property
     def local_batch_size(self) -> int:
         """Sequences of a micro-batch on one device."""
-        return self.micro_batch_size // (self.axis_size("dp") * self.axis_size("fsdp"))
+        return self.micro_batch_size // num_batch_shards(self.mesh, self.rules)
 
     def num_residual_shards(self, length: int) -> int:
         """Return the number of shards of the residual stream along `length` tokens."""
@@ -83,7 +84,7 @@ class MemoryInputs:
 
     def local_leaf_size(self, leaf: ParamLeaf, is_gathered: bool = False) -> int:
         """Return the elements of a parameter on one device, after the all-gather over fsdp if `is_gathered`."""
-        spec = partition_spec(leaf.dims, leaf.shape, self.mesh, self.rules) if self.mesh else None
+        spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=self.mesh, rules=self.rules) if self.mesh else None
         axes = [axis for dim_axes in spec.mesh_axes for axis in dim_axes] if spec else []
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
@@ -105,5 +106,5 @@ class MemoryInputs:
         """Return the number of shards along a dim of activations, whose batch is split first."""
         if not self.mesh or not extent:
             return 1
-        shape = (self.axis_size("dp") * self.axis_size("fsdp"), extent)
-        return partition_spec([("batch",), (dim,)], shape, self.mesh, activation_rules(self.rules)).shards_per_dim[1]
+        shape = (num_batch_shards(self.mesh, self.rules), extent)
+        return activation_spec(shape, ("batch", dim), self.mesh, self.rules).shards_per_dim[1]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from trainer.models.axis_map import AxisMap, bind_row
-from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows, stack_axis
+from trainer.models.axis_map import AxisMap, bind_row, stack_axis
+from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, parameter_rows
 
 T = TypeVar("T")
 Tree = dict[str, Any]  # nested dicts; every other value is a leaf

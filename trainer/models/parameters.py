@@ -12,18 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.axis_map import AtomDims, Row, Sizes, bind_row, parse_row
+from trainer.models.axis_map import LAYER_ATOMS, LAYERS, Row, Sizes, bind_row, parse_row, stack_axis
 from trainer.models.errors import PrepError
 
 HFConfig = Mapping[str, Any]  # the content of a config.json
 Condition = str | Callable[[HFConfig], bool]  # name of a field that must be true, ALWAYS, or a predicate of the config
 ALWAYS: Condition = ""
 NEVER = None  # in place of a condition: the parameter does not exist
-LAYERS = "layers"  # path part and atom of the layers (of the decoder, if the model has an encoder)
 LAYER_PLACEHOLDER = f"{{{LAYERS}}}"  # stands for the layer index in a name or path
-ENCODER_LAYERS = "encoder_layers"  # atom of the encoder's layers
 ENCODER, DECODER = "encoder", "decoder"  # path parts of a model with both
-LAYER_ATOMS = (LAYERS, ENCODER_LAYERS)  # atoms that count layers; a leaf has at most one of them
 MAX_AXIS_SIZE = (1 << 31) - 1
 MAX_LAYERS = 1 << 16
 EMBEDDING_PATH_PARTS = {"embed", "relative_positions"}  # path parts of token, position and relative position embeddings
@@ -232,11 +229,6 @@ def _select_form(parameter: Parameter, sizes: Sizes, tensors: Collection[str]) -
             "a parameter is stored in two forms", f"{row_tensor} and {alternate_tensor}", "keep one of them"
         )
     return alternate if alternate_tensor in tensors else row
-
-
-def stack_axis(dims: AtomDims) -> int | None:
-    """Return the axis of a leaf that stacks layers, or None."""
-    return next((axis for axis, dim in enumerate(dims) if len(dim) == 1 and dim[0] in LAYER_ATOMS), None)
 
 
 def _unstack_row(path: str, row: Row) -> tuple[str, Row]:

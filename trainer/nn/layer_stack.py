@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.models.architecture import ArchConfig, window_period
+from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.parameters import LAYERS
 from trainer.nn.attention_mask import KVCache
 from trainer.nn.model_spec import REMAT_NONE, ForwardConfig, ModelSpec, unscannable_error
 

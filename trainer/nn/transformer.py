@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import Tree
-from trainer.models.parameters import DECODER, ENCODER, LAYERS
+from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
 from trainer.nn import lm_head
 from trainer.nn.attention import project_kv

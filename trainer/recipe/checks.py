@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.models.memory_inputs import SAVES_SCORES
-from trainer.models.partition import merge_rules
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
+from trainer.models.rule_text import merge_rules
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of

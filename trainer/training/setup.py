@@ -15,9 +15,10 @@ from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.models.rope_overrides import override_rope
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
@@ -113,11 +114,12 @@ def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingConte
 
 
 def check_mesh_divides(model: ModelSpec, sharding: ShardingContext) -> None:
-    """Check that the mesh divides every parameter.
+    """Check that the mesh divides every parameter, and that each rule of leaves is for some of them.
 
     Raises:
-        UsageError: The mesh does not divide a parameter.
+        UsageError: The mesh does not divide a parameter, or a rule of leaves does not fit the parameters.
     """
+    check_leaf_rules(sharding.rules, {path: leaf.dims for path, leaf in model.leaves.items()})
     for leaf in model.leaves.values():
         try:
             sharding.param_spec(leaf)

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from prepcli.inspection.shard_map import draw_shard_map, summarize_sharding
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import DEFAULT_RULES, merge_rules, partition_spec
+from trainer.models.partition import partition_spec
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import PARAM_RULES
 
 
-def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=DEFAULT_RULES, name="leaf") -> list[str]:
+def draw_lines(dims: str, shape, mesh: str, dtype="float32", rules=PARAM_RULES, name="leaf") -> list[str]:
     grid = parse_mesh(mesh)
     leaf_spec = partition_spec([(dim,) for dim in dims.split()], shape, grid, rules)
     return draw_shard_map(name, shape, dtype, leaf_spec, grid).split("\n")
@@ -108,7 +110,7 @@ def test_draw_counts_devices_that_do_not_fit_a_cell():
 
 
 def test_draw_shows_the_first_part_of_a_third_dim():
-    lines = draw_lines("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]))
+    lines = draw_lines("experts mlp embed", (8, 14336, 4096), "2,4,2", rules=merge_rules(["experts=dp"]).params)
     assert lines[1] == "mlp down; embed across; experts in 2 parts over dp, this is 0:4"
     assert [int(n) for line in lines[4::2] for n in re.findall(r"│ (\d+) ", line)] == [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -121,7 +123,7 @@ def test_draw_shows_the_first_part_of_a_third_dim():
 )
 def test_draw_fits_80_columns_with_aligned_rows(name, sizes, multiples, dims):
     shape = tuple(m * 768 for m in multiples[: len(dims.split())])
-    lines = draw_lines(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]), name=name)
+    lines = draw_lines(dims, shape, ",".join(map(str, sizes)), rules=merge_rules(["experts=dp"]).params, name=name)
     assert all(0 < len(line) <= 80 for line in lines)
     frame = [line for line in lines if line[0] in "┌├└"]
     rows = [line for line in lines if line[0] == "│"]
@@ -131,7 +133,7 @@ def test_draw_fits_80_columns_with_aligned_rows(name, sizes, multiples, dims):
 
 def test_summarize_is_short_for_a_million_devices():
     mesh = parse_mesh("1048576,1,1")
-    spec_of_leaf = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, DEFAULT_RULES)
+    spec_of_leaf = partition_spec((("vocab",), ("embed",)), (264, 512), mesh, PARAM_RULES)
     text = summarize_sharding("embed.tokens", (264, 512), "float32", spec_of_leaf, mesh)
     assert "not drawn: the mesh has 1,048,576 devices" in text
     assert len(text.splitlines()) <= 4

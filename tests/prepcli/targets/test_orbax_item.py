@@ -17,8 +17,8 @@ from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, make_item
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, checkpoint_tensors
 from trainer.models.mesh import parse_mesh
 from trainer.models.parameters import parameter_rows
-from trainer.models.partition import DEFAULT_RULES
 from trainer.models.registry import family_of
+from trainer.models.rules import DEFAULT_RULES
 
 
 def source_of(config: dict[str, Any], dtypes: dict[str, str] | None = None) -> Source:

@@ -31,7 +31,9 @@ from trainer.distributed.sharding import (
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.models.partition import DEFAULT_RULES, merge_rules, partition_spec
+from trainer.models.partition import partition_spec
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import PARAM_RULES
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig
@@ -221,7 +223,7 @@ def test_param_sharding_follows_rules(mesh: str, name: str):
     nbytes_by_device = dict.fromkeys(jax.devices(), 0)
     for path, array in flatten_tree(params).items():
         leaf = tiny.model.leaves[path]
-        spec = partition_spec(leaf.dims, leaf.shape, sharding.mesh, DEFAULT_RULES)
+        spec = partition_spec(leaf.dims, leaf.shape, sharding.mesh, PARAM_RULES)
         expected = NamedSharding(array.sharding.mesh, jax_partition_spec(spec))
         assert array.sharding.is_equivalent_to(expected, array.ndim)
         for shard in array.addressable_shards:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.models.chunk_shapes import chunk_shape
 from trainer.models.host_reads import HostReads, read_amplification, reads_per_host
 from trainer.models.mesh import parse_mesh
-from trainer.models.partition import DEFAULT_RULES, chunk_shape, device_boxes, partition_spec
+from trainer.models.partition import device_boxes, partition_spec
+from trainer.models.rules import PARAM_RULES
 
 DIMS = [("heads",), ("head_dim",), ("embed",)]
 
@@ -35,7 +37,7 @@ def test_reads_per_host_equal_element_count(data):
     shape = (sizes[2] * data.draw(st.integers(1, 3)), 2, sizes[1] * data.draw(st.integers(1, 4)))
     chunk = tuple(data.draw(st.integers(1, extent + 1)) for extent in shape)
     devices_per_host = data.draw(st.integers(1, 9))
-    spec = partition_spec(DIMS, shape, mesh, DEFAULT_RULES)
+    spec = partition_spec(DIMS, shape, mesh, PARAM_RULES)
     reads = reads_per_host(shape, chunk, itemsize=2, spec=spec, mesh=mesh, devices_per_host=devices_per_host)
     expected = count_elements(shape, chunk, spec, mesh, devices_per_host)
     assert [(r.needed_bytes, r.read_bytes) for r in reads] == [(2 * needed, 2 * read) for needed, read in expected]
@@ -45,13 +47,14 @@ def test_checkpoint_is_read_once_on_its_own_mesh():
     mesh, leaves = parse_mesh("1,64,4"), []
     for dims, shape in [("vocab embed", (32000, 5120)), ("layers heads head_dim embed", (40, 40, 128, 5120))]:
         leaf_dims = [(name,) for name in dims.split()]
-        chunk = chunk_shape(leaf_dims, shape, mesh=mesh, rules=DEFAULT_RULES, itemsize=2)
+        spec = partition_spec(leaf_dims, shape, mesh, PARAM_RULES)
+        chunk = chunk_shape(leaf_dims, shape, spec=spec, itemsize=2)
         leaves.append(
             reads_per_host(
                 shape,
                 chunk,
                 itemsize=2,
-                spec=partition_spec(leaf_dims, shape, mesh, DEFAULT_RULES),
+                spec=spec,
                 mesh=mesh,
                 devices_per_host=4,
             )
@@ -63,7 +66,7 @@ def test_checkpoint_is_read_once_on_its_own_mesh():
 
 def test_unsharded_chunks_amplify_reads():
     mesh, shape = parse_mesh("1,1,4"), (8, 2, 64)
-    spec = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, DEFAULT_RULES)
+    spec = partition_spec([("embed",), ("head_dim",), ("mlp",)], shape, mesh, PARAM_RULES)
     assert (
         read_amplification([reads_per_host(shape, (1, 2, 64), itemsize=2, spec=spec, mesh=mesh, devices_per_host=1)])
         == 4.0
@@ -87,7 +90,7 @@ def test_scalar_leaf_is_read_by_every_host():
     mesh = parse_mesh("1,2,4")
     assert (
         reads_per_host(
-            (), (), itemsize=4, spec=partition_spec([], (), mesh, DEFAULT_RULES), mesh=mesh, devices_per_host=4
+            (), (), itemsize=4, spec=partition_spec([], (), mesh, PARAM_RULES), mesh=mesh, devices_per_host=4
         )
         == [HostReads(4, 4)] * 2
     )

@@ -12,8 +12,8 @@ from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import param_leaves
-from trainer.models.partition import DEFAULT_RULES
 from trainer.models.registry import FAMILIES
+from trainer.models.rules import DEFAULT_RULES
 
 MIB = 1 << 20
 SMALL = {

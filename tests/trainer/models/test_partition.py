@@ -1,119 +1,54 @@
-"""Parse sharding rules, split leaves, and find the box of each device."""
+"""Split leaves by rules, and find the box of each device."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-import math
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.helpers.meshes import MESHES, error_of, read
+from tests.helpers.meshes import error_of, split_leaves
 from trainer.models.errors import USAGE
-from trainer.models.mesh import MESH_AXES, parse_mesh
+from trainer.models.mesh import parse_mesh
 from trainer.models.partition import (
-    DEFAULT_RULES,
     Fallback,
-    chunk_shape,
     device_box,
     device_boxes,
-    format_rule,
-    merge_rules,
     num_replicas,
-    parse_rule,
     partition_spec,
     shard_shape,
 )
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import PARAM_RULES
 
 QUERY = [("layers",), ("heads",), ("head_dim",), ("embed",)]
 OUTPUT = [("layers",), ("embed",), ("heads",), ("head_dim",)]
 EMBEDDING = [("vocab",), ("embed",)]
 
 
-@st.composite
-def split_leaves(draw):
-    """Draw a mesh, rules, and the dims and shape of a divisible leaf."""
-    mesh = draw(MESHES)
-    dims = [(name,) for name in draw(st.permutations(list(DEFAULT_RULES)))[: draw(st.integers(0, 4))]]
-    choices = st.lists(st.sampled_from(MESH_AXES), unique=True, max_size=3).map(tuple)
-    rules = {name: (draw(choices), ()) for (name,) in draw(st.permutations(dims))}
-    shape = tuple(mesh.n_devices * draw(st.integers(1, 3)) for _ in dims)
-    return mesh, rules, dims, shape
-
-
 def test_partition_spec_rejects_open_mesh():
-    error = error_of(partition_spec, EMBEDDING, (64, 64), parse_mesh("1,-1,4"), DEFAULT_RULES)
+    error = error_of(partition_spec, EMBEDDING, (64, 64), parse_mesh("1,-1,4"), PARAM_RULES)
     assert (error.what, error.code) == ("mesh 1,-1,4 has no size for fsdp", USAGE)
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("embed=fsdp+sp", ("embed", (("fsdp", "sp"),))),
-        ("kv_heads=mp|none", ("kv_heads", (("mp",), ()))),
-        ("vocab = none", ("vocab", ((),))),
-        ("mlp=mp+sp | mp | none", ("mlp", (("mp", "sp"), ("mp",), ()))),
-    ],
-)
-def test_parse_rule_inverts_format_rule(text, rule):
-    assert parse_rule(text) == rule
-    assert parse_rule(format_rule(*rule)) == rule
-
-
-@pytest.mark.parametrize(
-    ("text", "what", "hint"),
-    [
-        ("embed", "`--rule embed` is invalid", "`--rule 'kv_heads=mp|none'`"),
-        ("embed=", "`--rule embed=` is invalid", "`--rule 'kv_heads=mp|none'`"),
-        ("embd=fsdp", "`--rule embd=fsdp`: unknown dim `embd`", "did you mean `embed`?"),
-        ("embed=fdsp", "`--rule embed=fdsp`: unknown mesh axis `fdsp`", "did you mean `fsdp`?"),
-        ("embed=|mp", "`--rule embed=|mp`: unknown mesh axis ``", ""),
-        ("embed=mp+mp", "`--rule embed=mp+mp` names an axis twice", "each axis at most once"),
-        ("embed=none|mp", "`--rule embed=none|mp` has choices after none", "put none last"),
-    ],
-)
-def test_parse_rule_rejects_invalid_text(text, what, hint):
-    error = error_of(parse_rule, text)
-    assert (error.what, error.hint, error.code) == (what, hint, USAGE)
-
-
-@given(st.text(max_size=30) | st.text("embdfsp=+|none ", max_size=30).map("embed=".__add__))
-def test_parse_rule_returns_rule_or_usage_error(text):
-    rule = read(parse_rule, text)
-    assert rule is None or parse_rule(format_rule(*rule)) == rule
-
-
-def test_merge_rules_keeps_order():
-    rules = merge_rules(["embed=fsdp+sp", "positions=fsdp"])
-    assert list(rules) == list(DEFAULT_RULES)
-    assert rules["embed"] == (("fsdp", "sp"),)
-    assert rules["vocab"] == DEFAULT_RULES["vocab"]
-
-
-def test_merge_rules_rejects_two_rules_for_one_dim():
-    error = error_of(merge_rules, ["embed=mp", "embed=fsdp"])
-    assert (error.what, error.why) == ("two rules for embed", "`embed=mp` and `embed=fsdp`")
 
 
 def test_partition_spec_splits_common_leaves_by_rules():
     mesh = parse_mesh("1,64,4")
-    assert str(partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES)) == "P(mp, fsdp)"
-    assert str(partition_spec(QUERY, (40, 40, 128, 5120), mesh, DEFAULT_RULES)) == "P(None, mp, None, fsdp)"
-    assert str(partition_spec(EMBEDDING, (50264, 2048), parse_mesh("1,1,8"), DEFAULT_RULES)) == "P(mp, None)"
-    assert str(partition_spec([("norm",)], (5120,), mesh, DEFAULT_RULES)) == "P(None)"
-    assert str(partition_spec([], (), mesh, DEFAULT_RULES)) == "P()"
-    assert partition_spec(EMBEDDING, (32000, 5120), mesh, DEFAULT_RULES).shards_per_dim == (4, 64)
+    assert str(partition_spec(EMBEDDING, (32000, 5120), mesh, PARAM_RULES)) == "P(mp, fsdp)"
+    assert str(partition_spec(QUERY, (40, 40, 128, 5120), mesh, PARAM_RULES)) == "P(None, mp, None, fsdp)"
+    assert str(partition_spec(EMBEDDING, (50264, 2048), parse_mesh("1,1,8"), PARAM_RULES)) == "P(mp, None)"
+    assert str(partition_spec([("norm",)], (5120,), mesh, PARAM_RULES)) == "P(None)"
+    assert str(partition_spec([], (), mesh, PARAM_RULES)) == "P()"
+    assert partition_spec(EMBEDDING, (32000, 5120), mesh, PARAM_RULES).shards_per_dim == (4, 64)
 
 
 def test_partition_spec_uses_first_atom_of_merged_dim():
     dims = [(), ("half",), ("heads", "head_dim"), ("embed",)]
-    assert str(partition_spec(dims, (1, 2, 512, 64), parse_mesh("1,2,8"), DEFAULT_RULES)) == "P(None, None, mp, fsdp)"
+    assert str(partition_spec(dims, (1, 2, 512, 64), parse_mesh("1,2,8"), PARAM_RULES)) == "P(None, None, mp, fsdp)"
 
 
 def test_partition_spec_gives_axis_to_earlier_rule():
-    mesh, rules = parse_mesh("1,8,4"), merge_rules(["embed=mp+fsdp"])
+    mesh, rules = parse_mesh("1,8,4"), merge_rules(["embed=mp+fsdp"]).params
     q, o = partition_spec(QUERY, (2, 8, 16, 128), mesh, rules), partition_spec(OUTPUT, (2, 128, 8, 16), mesh, rules)
     assert (str(q), str(o)) == ("P(None, mp, None, fsdp)", "P(None, fsdp, mp, None)")
     assert q.fallbacks == o.fallbacks == (Fallback("embed", 128, ("mp", "fsdp"), ("fsdp",), "mp splits heads"),)
@@ -122,10 +57,10 @@ def test_partition_spec_gives_axis_to_earlier_rule():
 
 def test_partition_spec_reports_dim_without_free_axes():
     dims, shape, mesh = [("experts",), ("mlp",)], (8, 64), parse_mesh("1,2,4")
-    spec = partition_spec(dims, shape, mesh, merge_rules(["experts=mp"]))
+    spec = partition_spec(dims, shape, mesh, merge_rules(["experts=mp"]).params)
     assert spec.mesh_axes == (("mp",), ())
     assert [str(f) for f in spec.fallbacks] == ["mlp 64 stays whole, not split over mp: mp splits experts"]
-    assert partition_spec(dims, shape, mesh, merge_rules(["experts=mp", "mlp=mp|fsdp"])).mesh_axes == (
+    assert partition_spec(dims, shape, mesh, merge_rules(["experts=mp", "mlp=mp|fsdp"]).params).mesh_axes == (
         ("mp",),
         ("fsdp",),
     )
@@ -133,20 +68,20 @@ def test_partition_spec_reports_dim_without_free_axes():
 
 def test_partition_spec_reports_unsplit_kv_heads():
     dims = [("layers",), ("kv_heads",), ("head_dim",), ("embed",)]
-    assert partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,8"), DEFAULT_RULES).fallbacks == ()
-    spec = partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,16"), DEFAULT_RULES)
+    assert partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,8"), PARAM_RULES).fallbacks == ()
+    spec = partition_spec(dims, (32, 8, 128, 4096), parse_mesh("1,4,16"), PARAM_RULES)
     assert str(spec) == "P(None, None, None, fsdp)"
     assert [str(f) for f in spec.fallbacks] == ["kv_heads 8 stays whole, not split over mp: 8 mod 16 = 8"]
 
 
 def test_partition_spec_reports_later_choice():
-    spec = partition_spec([("mlp",)], (12,), parse_mesh("1,4,8"), merge_rules(["mlp=fsdp+mp|fsdp|none"]))
+    spec = partition_spec([("mlp",)], (12,), parse_mesh("1,4,8"), merge_rules(["mlp=fsdp+mp|fsdp|none"]).params)
     assert spec.mesh_axes == (("fsdp",),)
     assert [str(f) for f in spec.fallbacks] == ["mlp 12 is split over fsdp, not split over fsdp x mp: 12 mod 32 = 12"]
 
 
 def test_indivisible_vocabulary_error_suggests_padding():
-    error = error_of(partition_spec, EMBEDDING, (50257, 2048), parse_mesh("1,1,8"), DEFAULT_RULES, checkpoint="./m")
+    error = error_of(partition_spec, EMBEDDING, (50257, 2048), parse_mesh("1,1,8"), PARAM_RULES, checkpoint="./m")
     assert error.what == "vocabulary 50257 cannot be split over mp 8"
     assert error.why == "50257 mod 8 = 1"
     assert error.hint == "`prep pad-vocab ./m --multiple 8` (to 50264), or `--pad-vocab auto`"
@@ -154,7 +89,7 @@ def test_indivisible_vocabulary_error_suggests_padding():
 
 
 def test_indivisible_dim_error_suggests_a_rule():
-    error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), DEFAULT_RULES)
+    error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), PARAM_RULES)
     assert error.what == "heads 40 cannot be split over mp 16"
     assert error.why == "40 mod 16 = 8"
     assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` to keep heads whole"
@@ -162,11 +97,11 @@ def test_indivisible_dim_error_suggests_a_rule():
 
 def test_indivisible_dim_error_names_first_choice():
     error = error_of(
-        partition_spec, [("embed",)], (10,), parse_mesh("dp:1,fsdp:4,sp:3"), merge_rules(["embed=fsdp+sp|sp"])
+        partition_spec, [("embed",)], (10,), parse_mesh("dp:1,fsdp:4,sp:3"), merge_rules(["embed=fsdp+sp|sp"]).params
     )
     assert (error.what, error.why) == ("embed 10 cannot be split over fsdp 4 x sp 3", "10 mod 12 = 10")
     error = error_of(
-        partition_spec, [("mlp",), ("embed",)], (8, 10), parse_mesh("1,4,2"), merge_rules(["embed=mp+fsdp"])
+        partition_spec, [("mlp",), ("embed",)], (8, 10), parse_mesh("1,4,2"), merge_rules(["embed=mp+fsdp"]).params
     )
     assert error.what == "embed 10 cannot be split over fsdp 4"
 
@@ -194,11 +129,11 @@ def test_device_box_follows_written_axis_order():
     leaf = EMBEDDING, (8, 6)
     for text, box in [("1,3,2", ((0, 4), (2, 4))), ("mp:2,fsdp:3", ((0, 4), (4, 6)))]:
         mesh = parse_mesh(text)
-        assert device_box(partition_spec(*leaf, mesh, DEFAULT_RULES), mesh, 2, (8, 6)) == box
+        assert device_box(partition_spec(*leaf, mesh, PARAM_RULES), mesh, 2, (8, 6)) == box
 
 
 def test_device_boxes_are_row_major_within_dim():
-    mesh, rules = parse_mesh("fsdp:2,mp:2"), merge_rules(["embed=mp+fsdp"])
+    mesh, rules = parse_mesh("fsdp:2,mp:2"), merge_rules(["embed=mp+fsdp"]).params
     boxes = device_boxes(partition_spec([("embed",)], (8,), mesh, rules), mesh, (8,))
     assert boxes == [((0, 2),), ((4, 6),), ((2, 4),), ((6, 8),)]
 
@@ -207,66 +142,4 @@ def test_device_boxes_are_row_major_within_dim():
 def test_device_box_rejects_unknown_device(device):
     mesh = parse_mesh("1,2,4")
     with pytest.raises(IndexError, match=f"device {device} of 8"):
-        device_box(partition_spec([], (), mesh, DEFAULT_RULES), mesh, device, ())
-
-
-@given(split_leaves())
-def test_chunk_shape_is_shard_on_mesh(leaf):
-    mesh, rules, dims, shape = leaf
-    chunk = chunk_shape(dims, shape, mesh=mesh, rules=rules, itemsize=2, min_split_bytes=0)
-    shard = shard_shape(partition_spec(dims, shape, mesh, rules), shape)
-    stacked = (("layers",), ("encoder_layers",), ("experts",))  # one source tensor per index
-    assert chunk == tuple(1 if dim in stacked else extent for dim, extent in zip(dims, shard))
-
-
-def test_chunk_shape_does_not_split_small_leaf():
-    mesh, dims = parse_mesh("1,8,4"), [("layers",), ("mlp",), ("embed",)]
-    assert chunk_shape(dims, (24, 512, 504), mesh=mesh, rules=DEFAULT_RULES, itemsize=4) == (1, 512, 504)
-    assert chunk_shape(dims, (24, 512, 512), mesh=mesh, rules=DEFAULT_RULES, itemsize=4) == (1, 128, 64)
-
-
-def test_chunk_shape_rejects_indivisible_small_leaf():
-    options = {"mesh": parse_mesh("1,1,8"), "rules": DEFAULT_RULES, "itemsize": 4}
-    assert error_of(chunk_shape, EMBEDDING, (257, 64), **options).why == "257 mod 8 = 1"
-
-
-@pytest.mark.parametrize(
-    ("dims", "shape", "chunk"),
-    [
-        ("vocab embed", (50264, 2048), (488, 2048)),  # 512 rows fit; 488 is the largest divisor of 50264 below that
-        ("layers mlp embed", (24, 8192, 2048), (1, 512, 2048)),
-        ("mlp layers embed", (8192, 24, 2048), (512, 1, 2048)),
-        ("layers embed", (24, 2048), (1, 2048)),
-        ("vocab embed", (3, 1 << 21), (1, 1 << 20)),  # a row is more than 4 MiB
-        ("vocab embed", (50257, 1 << 20), (1, 1 << 20)),
-        ("vocab", (0x1FFFFF,), (299593,)),
-        ("", (), ()),
-    ],
-)
-def test_chunk_shape_without_mesh_has_whole_rows(dims, shape, chunk):
-    assert chunk_shape([(name,) for name in dims.split()], shape, mesh=None, rules=DEFAULT_RULES, itemsize=4) == chunk
-
-
-@given(st.lists(st.integers(1, 5000), max_size=4), st.sampled_from([1, 2, 4, 8]))
-def test_chunk_shape_without_mesh_is_contiguous(shape, itemsize):
-    chunk = chunk_shape([("mlp",)] * len(shape), shape, mesh=None, rules=DEFAULT_RULES, itemsize=itemsize)
-    assert math.prod(chunk) * itemsize <= 4 << 20
-    assert all(extent % part == 0 for extent, part in zip(shape, chunk))
-    cut = [i for i, (extent, part) in enumerate(zip(shape, chunk)) if part != extent]
-    assert all(part == 1 for part in chunk[: max(cut, default=0)])
-
-
-@given(st.integers(1, 3000), st.integers(1, 3000))
-def test_chunk_shape_without_mesh_is_largest_that_fits(rows, columns):
-    chunk = chunk_shape([("vocab",), ("embed",)], (rows, columns * 64), mesh=None, rules=DEFAULT_RULES, itemsize=8)
-    fitting = [k for k in range(1, rows + 1) if rows % k == 0 and k * columns * 512 <= 4 << 20]
-    assert chunk == (max(fitting), columns * 64)
-
-
-def test_chunk_shape_takes_stacked_dims():
-    dims_and_shape = [("blocks",), ("experts",), ("mlp",)], (4, 8, 1 << 20)
-    options = {"rules": DEFAULT_RULES, "itemsize": 4}
-    on_mesh = chunk_shape(*dims_and_shape, mesh=parse_mesh("1,1,4"), **options, stacked_dims=("blocks",))
-    assert on_mesh == (1, 8, 1 << 18)
-    without_mesh = chunk_shape(*dims_and_shape, mesh=None, **options, stacked_dims=("blocks", "experts"))
-    assert without_mesh == (1, 1, 1 << 20)
+        device_box(partition_spec([], (), mesh, PARAM_RULES), mesh, device, ())

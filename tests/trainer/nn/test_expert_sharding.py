@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.trainer.nn.test_moe import make_moe_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.mesh import MeshAxes, parse_mesh
-from trainer.models.partition import merge_rules
+from trainer.models.rule_text import merge_rules
 from trainer.nn.expert_sharding import EXPERT_DIMS, ExpertSharding, expert_sharding
 from trainer.nn.moe import moe_mlp
 

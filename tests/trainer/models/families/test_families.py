@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.golden import make_families
-from trainer.models.axis_map import bind_row
+from trainer.models.axis_map import bind_row, stack_axis
 from trainer.models.errors import PrepError
-from trainer.models.parameters import Family, HFConfig, parameter_rows, stack_axis
+from trainer.models.parameters import Family, HFConfig, parameter_rows
 from trainer.models.registry import ADD_FAMILY_HINT, FAMILIES, family_of
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(make_families.FOLDER.glob("*.json"))}

@@ -1,0 +1,60 @@
+"""The shapes of the chunks of stored leaves. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from trainer.models.partition import Spec, shard_shape
+from trainer.models.rules import STACKED_DIMS, LeafDims
+
+UNSHARDED_CHUNK_BYTES = 4 << 20  # largest chunk of a leaf that is written without a mesh
+
+
+def chunk_shape(
+    dims: LeafDims,
+    shape: Sequence[int],
+    *,
+    spec: Spec | None,
+    itemsize: int,
+    min_split_bytes: int = 1 << 20,
+    stacked_dims: Collection[str] = STACKED_DIMS,
+) -> tuple[int, ...]:
+    """Return the chunk shape of a stored leaf; it divides the shape of the leaf.
+
+    With a mesh a chunk is a shard, so that each host reads only its own bytes. Without a mesh it is a run of
+    consecutive elements of at most UNSHARDED_CHUNK_BYTES.
+
+    Args:
+        dims: Atoms of each dim of the leaf.
+        shape: Shape of the leaf.
+        spec: Sharding of the leaf on a mesh, or None.
+        itemsize: Bytes of an element.
+        min_split_bytes: Size per layer below which a leaf is not split.
+        stacked_dims: Logical dims with one source tensor per index; chunks have extent 1 there.
+
+    Returns:
+        The shape of a chunk.
+    """
+    one_layer = tuple(1 if {*dim[:1]} & {*stacked_dims} else extent for dim, extent in zip(dims, shape, strict=True))
+    if spec is None:
+        return _contiguous_chunk(one_layer, UNSHARDED_CHUNK_BYTES // itemsize)
+    if math.prod(one_layer) * itemsize < min_split_bytes:
+        return one_layer
+    return tuple(map(min, one_layer, shard_shape(spec, shape)))
+
+
+def _contiguous_chunk(shape: Sequence[int], n_elements: int) -> tuple[int, ...]:
+    """Return the largest chunk of consecutive elements: whole inner dims, a divisor of the next dim, then ones."""
+    chunk: list[int] = []
+    remaining = n_elements
+    for extent in reversed(shape):
+        length = _largest_divisor(extent, remaining)
+        chunk.append(length)
+        remaining = remaining // length if length == extent else 1
+    return tuple(reversed(chunk))
+
+
+def _largest_divisor(extent: int, limit: int) -> int:
+    small_divisors = [i for i in range(1, math.isqrt(extent) + 1) if extent % i == 0]
+    return max(d for i in small_divisors for d in (i, extent // i) if d <= max(limit, 1))

@@ -1,0 +1,187 @@
+"""Partition rules: the mesh axes that split the dims of parameters and activations. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.models.axis_map import LAYER_ATOMS, stack_axis
+from trainer.models.errors import PrepError, usage_error
+from trainer.models.mesh import MeshAxes, truncate
+from trainer.models.suggest import did_you_mean
+
+AxisChoices = tuple[MeshAxes, ...]  # mesh axes to try in order; () keeps the dim whole
+
+
+# Logical dim -> choices. If two dims of a leaf want the same mesh axis, the dim with the earlier rule gets it.
+DimRules = Mapping[str, AxisChoices]
+
+
+LeafDims = Sequence[tuple[str, ...]]  # the atoms of each dim of a leaf; the first atom is the logical name of the dim
+
+
+WHOLE: AxisChoices = ((),)
+KEEP_LEAF_WHOLE = (WHOLE,)  # choices of a leaf's rule
+
+
+# The usual sharding of LLaMA: heads, mlp and vocab over mp, the other dim of each matrix over fsdp. Two decisions:
+# - k and v are not split if their heads do not divide mp. Models with grouped-query attention have 8 or fewer, padding
+#   of heads is not exact in general, and k and v are about 2 % of the parameters.
+# - experts are not split, mp splits each expert: every routing then loads all devices equally, without all-to-all.
+PARAM_RULES: DimRules = {
+    "vocab": (("mp",),),
+    "experts": WHOLE,
+    "heads": (("mp",),),
+    "kv_heads": (("mp",), ()),
+    "mlp": (("mp",),),
+    "embed": (("fsdp",),),
+    "word_embed": (("fsdp",), ()),  # embeddings narrower than the layers; not split in a leaf where `embed` is
+    "layers": WHOLE,  # each step of a scan would gather a split stack
+    "encoder_layers": WHOLE,
+    "head_dim": WHOLE,
+    "positions": WHOLE,
+    "buckets": WHOLE,
+    "norm": WHOLE,
+}
+
+
+# Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
+# attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
+ACTIVATION_RULES: DimRules = {
+    "batch": (("dp", "fsdp"),),
+    "residual_seq": (("sp", "mp"), ()),
+    "seq": WHOLE,
+    "embed": WHOLE,
+}
+
+
+# Dims of activations that a rule can name. Those that ACTIVATION_RULES lacks have the rule of parameters by default.
+ACTIVATION_DIMS = (*ACTIVATION_RULES, "heads", "kv_heads", "head_dim", "mlp", "vocab")
+
+
+# Logical dims that count layers or experts: a leaf has one source tensor per index.
+STACKED_DIMS = (*LAYER_ATOMS, "experts")
+
+
+LEAF_PREFIX, ACTIVATION_PREFIX = "re:", "act:"  # of rules of leaves and of activations, as text
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRule:
+    """A rule of the leaves whose paths match a pattern.
+
+    Paths have no layer numbers, and the dim of stacked layers has no entry. A rule therefore does not depend on whether
+    layers are stacked, or on which axis.
+
+    Attributes:
+        pattern: Regular expression that is searched in a path.
+        choices: Choices of each dim except stacked layers; KEEP_LEAF_WHOLE for leaves of any number of dims.
+    """
+
+    pattern: str
+    choices: tuple[AxisChoices, ...]
+
+    def __str__(self) -> str:
+        return f"{LEAF_PREFIX}{self.pattern}={','.join(map(format_choices, self.choices))}"
+
+    def matches(self, path: str) -> bool:
+        """Return whether the rule is for the leaf at a dotted path."""
+        return re.search(self.pattern, path_without_layers(path)) is not None
+
+    def choices_of_leaf(self, path: str, dims: LeafDims) -> list[AxisChoices]:
+        """Return the choices of each dim of a leaf, which is not split along stacked layers.
+
+        Raises:
+            UsageError: The rule is for another number of dims.
+        """
+        if self.choices == KEEP_LEAF_WHOLE:
+            return [WHOLE] * len(dims)
+        layers = stack_axis(dims)
+        names = [dim[0] if dim else "" for i, dim in enumerate(dims) if i != layers]
+        if len(names) != len(self.choices):
+            raise self._dims_error(path, names)
+        choices = list(self.choices)
+        return choices if layers is None else [*choices[:layers], WHOLE, *choices[layers:]]
+
+    def _dims_error(self, path: str, names: Sequence[str]) -> PrepError:
+        leaf, given = path_without_layers(path), len(self.choices)
+        what = f"`{truncate(str(self))}` has {given} dim{'s' if given > 1 else ''}, and {leaf} has {len(names)}"
+        hint = "one entry per dim; `none` alone keeps leaves whole; an earlier rule for this leaf is used first"
+        return usage_error(what, f"the dims of {leaf} are {', '.join(names)}", hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The partition rules of a run.
+
+    Attributes:
+        params: Choices of each logical dim of parameters.
+        activations: Choices of dims of activations that differ from ACTIVATION_RULES and from `params`.
+        leaves: Rules of single leaves, in place of `params`; the first that matches is used.
+        by_size: Split each parameter along its largest dims, whatever their names. `params` then holds for activations.
+    """
+
+    params: DimRules = field(default_factory=lambda: PARAM_RULES)
+    activations: DimRules = field(default_factory=dict[str, AxisChoices])
+    leaves: tuple[LeafRule, ...] = ()
+    by_size: bool = False
+
+
+DEFAULT_RULES = Rules()
+
+
+def path_without_layers(path: str) -> str:
+    """Return a dotted path without layer numbers and without placeholders of them."""
+    return ".".join(part for part in path.split(".") if not part.isdecimal() and not part.startswith("{"))
+
+
+def find_leaf_rule(rules: Rules, path: str) -> LeafRule | None:
+    """Return the first rule that matches the path of a leaf, or None."""
+    return next((rule for rule in rules.leaves if rule.matches(path)), None)
+
+
+def check_leaf_rules(rules: Rules, leaves: Mapping[str, LeafDims]) -> None:
+    """Check that each rule of leaves is used, and is for the number of dims of its leaves.
+
+    Args:
+        rules: Partition rules.
+        leaves: Dims of each parameter, by dotted path.
+
+    Raises:
+        UsageError: A rule is not used, or is for another number of dims.
+    """
+    rules_by_path = {path: find_leaf_rule(rules, path) for path in leaves} if rules.leaves else {}
+    for path, rule in rules_by_path.items():
+        if rule:
+            rule.choices_of_leaf(path, leaves[path])
+    for rule in rules.leaves:
+        if rule not in rules_by_path.values():
+            raise _unused_rule_error(rule, rules_by_path)
+
+
+def _unused_rule_error(rule: LeafRule, rules_by_path: Mapping[str, LeafRule | None]) -> PrepError:
+    earlier_rules = [earlier for path, earlier in rules_by_path.items() if rule.matches(path)]
+    if earlier_rules:
+        why = f"an earlier rule has the same leaves: `{earlier_rules[0]}`"
+        return usage_error(f"`{truncate(str(rule))}` is never used", why, "put the narrower pattern first")
+    paths = list(dict.fromkeys(map(path_without_layers, rules_by_path)))
+    text = re.sub(r"\\[AbBdDsSwWZ]|[\\^$]", "", rule.pattern)
+    hint = did_you_mean(text, paths) or "`prep inspect CHECKPOINT` lists the leaves"
+    return usage_error(f"`{truncate(str(rule))}` matches no leaf", f"the first leaf is {paths[0]}", hint)
+
+
+def activation_rules(rules: Rules) -> DimRules:
+    """Return the rules of activations; the batch comes first, so that other dims never take its mesh axes."""
+    shared_dims = {dim: choices for dim, choices in rules.params.items() if dim not in ACTIVATION_RULES}
+    return {**ACTIVATION_RULES, **shared_dims, **rules.activations}
+
+
+def format_rule(dim: str, choices: AxisChoices) -> str:
+    """Return a rule of a dim in the notation of `--rule`."""
+    return f"{dim}={format_choices(choices)}"
+
+
+def format_choices(choices: AxisChoices) -> str:
+    """Return the choices of a dim as text, such as `fsdp+mp|none`."""
+    return "|".join("+".join(axes) or "none" for axes in choices)
