@@ -178,24 +178,26 @@ def _open_start_checkpoint(
     """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
-    from trainer.models.rules import DEFAULT_RULES
-    from trainer.training.preflight import check_inputs
+    from trainer.models.rule_text import merge_rules
+    from trainer.training.preflight import check_batch, check_inputs
     from trainer.training.setup import partition_rules
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
-    sharding = make_sharding_context(mesh, DEFAULT_RULES)
-    check_inputs(loaded.recipe, sharding)
+    recipe_sharding = make_sharding_context(mesh, merge_rules(loaded.recipe.rules or (), origin="rules"))
+    check_inputs(loaded.recipe)
     steps = [] if request.restart else saved_steps(folder)
     if steps:
         path = step_folder(folder, steps[-1])
     else:
         path = resolve_init(
-            loaded.recipe, folder, mesh=str(sharding.mesh), offline=request.offline, dry_run=request.dry_run, ui=ui
+            loaded.recipe, folder, sharding=recipe_sharding, offline=request.offline, dry_run=request.dry_run, ui=ui
         )
     reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
         check_restart_source(reader, folder)
-    return reader, make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
+    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
+    check_batch(loaded.recipe, sharding)
+    return reader, sharding
 
 
 def _prepare_run(

@@ -22,7 +22,7 @@ from trainer.models.rope_overrides import override_rope
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
-    pass
+    from trainer.distributed.sharding import ShardingContext
 
 INIT_FOLDER = "init"  # in a run's folder: the Orbax checkpoint converted from a Hugging Face model
 
@@ -73,11 +73,17 @@ def check_restart_source(reader: ItemReader, folder: Path) -> None:
         raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
 
 
-def resolve_init(recipe: Recipe, folder: Path, *, mesh: str, offline: bool, dry_run: bool, ui: Ui) -> Path:
+def resolve_init(
+    recipe: Recipe, folder: Path, *, sharding: ShardingContext, offline: bool, dry_run: bool, ui: Ui
+) -> Path:
     """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
+    from trainer.training.preflight import check_batch
+
     located = locate(recipe.model.path, access=make_access(ui, offline=offline))
     if located.kind == "orbax":
         return located.local_files.path
+    check_batch(recipe, sharding)  # fails before the conversion
+    mesh = str(sharding.mesh)
     config_path = located.local_files.path / CONFIG
     if config_path.is_file():
         override_rope(read_config(config_path), recipe.model.rope_overrides)  # fails before the conversion

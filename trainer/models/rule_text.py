@@ -140,16 +140,13 @@ def _parse_leaf_rule(text: str, option: str) -> LeafRule:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        raise usage_error(
-            f"{option} has an invalid pattern", str(error), r"a regular expression: `\.` is a dot"
-        ) from error
+        hint = r"a regular expression, such as `^head\.weight$`"
+        raise usage_error(f"{option} has an invalid pattern", str(error), hint) from error
     choices = tuple(_parse_choices(part.strip(), option) for part in right.split(","))
-    first_axes = [axis for dim_choices in choices for axis in dim_choices[0]]
-    twice = next((axis for axis in first_axes if first_axes.count(axis) > 1), None)
-    if twice:
-        raise usage_error(
-            f"{option} splits two dims over {twice}", "a mesh axis splits one dim of a leaf", "one of them"
-        )
+    certain_axes = [axis for dim_choices in choices if len(dim_choices) == 1 for axis in dim_choices[0]]
+    if twice := next((axis for axis in certain_axes if certain_axes.count(axis) > 1), None):
+        why, hint = "a mesh axis splits one dim of a leaf", "`none` for one of the dims"
+        raise usage_error(f"{option} splits two dims over {twice}", why, hint)
     return LeafRule(pattern, choices)
 
 

@@ -16,15 +16,18 @@ MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
-def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
+def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if the batch of a recipe does not divide among the devices."""
+    assert sharding.mesh is not None
+    batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+
+
+def check_inputs(recipe: Recipe) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 
     Raises:
-        PrepError: The batch does not divide among the devices, or a data file or the tokenizer is missing, unreadable
-            or empty.
+        PrepError: A data file or the tokenizer is missing, unreadable or empty.
     """
-    assert sharding.mesh is not None
-    batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     for paths in (recipe.data.path, recipe.data.eval_path or ()):
         for path in files.find_files(paths, recipe.data.type):
             files.check_readable(path)

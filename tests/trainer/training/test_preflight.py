@@ -12,9 +12,10 @@ from trainer.distributed.sharding import sharding_without_devices
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
+from trainer.models.rule_text import merge_rules
 from trainer.nn.model_spec import ModelSpec, build_model
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.preflight import check_inputs, context_warnings, memory_run, run_warnings
+from trainer.training.preflight import check_batch, check_inputs, context_warnings, memory_run, run_warnings
 
 SHARDING = sharding_without_devices(parse_mesh("1,2,4"))
 RECIPE = """\
@@ -54,8 +55,6 @@ def llama(**changes: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (["batch.accumulate=3"], "`batch.size` 8 is not a whole number of micro-batches"),
-        (["batch.size=7"], "a micro-batch of 7 does not divide among 2 replicas"),
         (["data.eval_path=nowhere.txt"], "no data in `nowhere.txt`"),
         (["data.eval_path=empty.txt"], "empty.txt is empty"),
         (["data.path=[train.txt, empty.txt]"], "no data in `[train.txt, empty.txt]`"),
@@ -67,12 +66,31 @@ def llama(**changes: Any) -> ModelSpec:
 def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
     Path("empty.txt").touch()
     with pytest.raises(PrepError) as caught:
-        check_inputs(load_test_recipe(*overrides), SHARDING)
+        check_inputs(load_test_recipe(*overrides))
     assert caught.value.what == what
 
 
 def test_check_inputs_accepts_valid_inputs():
-    check_inputs(load_test_recipe(), SHARDING)
+    check_inputs(load_test_recipe())
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("batch.accumulate=3", "`batch.size` 8 is not a whole number of micro-batches"),
+        ("batch.size=7", "a micro-batch of 7 does not divide among 2 replicas"),
+    ],
+)
+def test_check_batch_rejects_indivisible_batch(override: str, what: str):
+    with pytest.raises(PrepError) as caught:
+        check_batch(load_test_recipe(override), SHARDING)
+    assert caught.value.what == what
+
+
+def test_check_batch_follows_activation_rules():
+    whole_batch = sharding_without_devices(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
+    check_batch(load_test_recipe("batch.size=7"), whole_batch)
+    assert memory_run(load_test_recipe(), llama(), whole_batch, widens_bfloat16=False).local_batch_size == 8
 
 
 def test_memory_run_follows_batch_and_dtype():
