@@ -16,9 +16,10 @@ from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import Spec, activation_spec, leaf_spec, num_batch_shards, partition_spec
-from trainer.models.rules import DEFAULT_RULES, Rules
+from trainer.models.partition import Spec, activation_spec, computed_spec, leaf_spec, num_batch_shards, partition_spec
+from trainer.models.rules import DEFAULT_RULES, Rules, whole_if_indivisible
 
+UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
 )
@@ -56,6 +57,28 @@ class ShardingContext:
             return None
         return leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=self.mesh, rules=self.rules)
 
+    def constrain_param(self, x: jax.Array, leaf: ParamLeaf) -> jax.Array:
+        """Constrain a parameter to the sharding that the computation gives it.
+
+        XLA (jax 0.10.2) computes wrong logits in a scan for weights whose dims are split over the mesh axes of the
+        other dim, so the scan has to start with weights that are split like its activations.
+        """
+        if not (self.rules.leaves or self.rules.by_size):
+            return x
+        sharding = self._to_named_sharding(self._computed_spec(leaf))
+        return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+    def computed_axes(self, leaf: ParamLeaf) -> tuple[MeshAxes, ...]:
+        """Return the mesh axes that split each dim of a parameter in the computation."""
+        spec = self._computed_spec(leaf)
+        return ((),) * len(leaf.dims) if spec is None else spec.mesh_axes
+
+    def _computed_spec(self, leaf: ParamLeaf) -> Spec | None:
+        stored = self.param_spec(leaf)
+        if self.mesh is None or stored is None:
+            return None
+        return computed_spec(leaf.dims, leaf.shape, stored=stored, mesh=self.mesh, rules=self.rules)
+
     def replicated_sharding(self) -> NamedSharding | None:
         """Return the sharding of an array that every device holds completely; None without devices."""
         return None if self.device_mesh is None else NamedSharding(self.device_mesh, PartitionSpec())
@@ -87,7 +110,9 @@ class ShardingContext:
         """Return the mesh axes that split each axis of a parameter by the rules of dims alone."""
         if self.mesh is None:
             return ((),) * len(dims)
-        return partition_spec([(dim,) for dim in dims], shape, self.mesh, self.rules.params).mesh_axes
+        return partition_spec(
+            [(dim,) for dim in dims], shape, self.mesh, whole_if_indivisible(self.rules.params)
+        ).mesh_axes
 
     def num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a logical dim of activations."""

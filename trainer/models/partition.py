@@ -22,6 +22,7 @@ from trainer.models.rules import (
     find_leaf_rule,
     format_choices,
     format_rule,
+    whole_if_indivisible,
 )
 
 Box = tuple[tuple[int, int], ...]  # range of indices in each dim
@@ -146,6 +147,24 @@ def activation_spec(shape: Sequence[int], dims: Sequence[str], mesh: Mesh, rules
 def num_batch_shards(mesh: Mesh | None, rules: Rules) -> int:
     """Return the number of shards of a batch along its rows."""
     return _num_shards(mesh, activation_rules(rules)["batch"][0]) if mesh else 1
+
+
+def computed_spec(dims: LeafDims, shape: Sequence[int], *, stored: Spec, mesh: Mesh, rules: Rules) -> Spec:
+    """Return the sharding that the computation gives a parameter.
+
+    Activations are split by the rules of dims, and XLA multiplies them with weights that are split alike. A parameter
+    whose own rule splits a dim over other mesh axes is therefore resharded by the rules of its dims.
+
+    Args:
+        dims: Atoms of each dim of the parameter.
+        shape: Shape of the parameter.
+        stored: The sharding of the parameter by its own rule.
+        mesh: Device mesh.
+        rules: Partition rules.
+    """
+    by_dim = partition_spec(dims, shape, mesh, whole_if_indivisible(rules.params))
+    is_part = all({*axes} <= {*dim_axes} for axes, dim_axes in zip(stored.mesh_axes, by_dim.mesh_axes))
+    return stored if is_part else by_dim
 
 
 def vocab_multiple(leaves: Mapping[str, LeafDims], mesh: Mesh | None, rules: Rules) -> int:

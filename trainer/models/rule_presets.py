@@ -7,7 +7,7 @@ Sources: andyehrenberg/flaxlm, flaxlm/src/partitioning_utils.py; google-research
 
 from __future__ import annotations
 
-from trainer.models.rules import PARAM_RULES, WHOLE, AxisChoices, Rules
+from trainer.models.rules import PARAM_RULES, WHOLE, AxisChoices, Rules, whole_if_indivisible
 
 AUTO = "auto"
 _MODEL: AxisChoices = (("mp",),)
@@ -43,9 +43,8 @@ def _partitioning_rules(activation_dims: int, param_dims: int, *, splits_heads: 
 
 
 def _size_rules() -> Rules:
-    """Return rules by size. Activations are split as by default where the mesh divides them."""
-    choices = dict.fromkeys(_TENSOR_DIMS, _MODEL_OR_WHOLE)
-    return Rules({**dict.fromkeys(PARAM_RULES, WHOLE), **choices}, by_size=True)
+    """Return rules by size. The computation splits dims as by default where the mesh divides them."""
+    return Rules(whole_if_indivisible(PARAM_RULES), by_size=True)
 
 
 PRESETS: dict[str, Rules] = {

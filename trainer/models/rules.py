@@ -119,7 +119,7 @@ class Rules:
         params: Choices of each logical dim of parameters.
         activations: Choices of dims of activations that differ from ACTIVATION_RULES and from `params`.
         leaves: Rules of single leaves, in place of `params`; the first that matches is used.
-        by_size: Split each parameter along its largest dims, whatever their names. `params` then holds for activations.
+        by_size: Store each parameter split along its largest dims, whatever their names. `params` is for computing.
     """
 
     params: DimRules = field(default_factory=lambda: PARAM_RULES)
@@ -175,6 +175,11 @@ def activation_rules(rules: Rules) -> DimRules:
     """Return the rules of activations; the batch comes first, so that other dims never take its mesh axes."""
     shared_dims = {dim: choices for dim, choices in rules.params.items() if dim not in ACTIVATION_RULES}
     return {**ACTIVATION_RULES, **shared_dims, **rules.activations}
+
+
+def whole_if_indivisible(rules: DimRules) -> DimRules:
+    """Return the rules with a last choice for each dim: it stays whole."""
+    return {dim: choices if choices[-1] == () else (*choices, ()) for dim, choices in rules.items()}
 
 
 def format_rule(dim: str, choices: AxisChoices) -> str:

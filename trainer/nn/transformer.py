@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from trainer.distributed.sharding import UNSPLIT, ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.param_tree import Tree
+from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
 from trainer.nn import lm_head
@@ -58,7 +60,7 @@ def encode(
     arch_config, sharding = model.arch_config.encoder, forward_config.sharding
     if arch_config is None:
         raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
-    params = cast_params(params, forward_config.dtype)
+    params = computed_params(params, model, forward_config)
     positions = jnp.arange(source_tokens.shape[1])
     mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
     mask = _with_score_bias(mask, params[ENCODER], arch_config, forward_config)
@@ -123,7 +125,7 @@ def hidden_states(
     if arch_config.has_learned_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
         raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
-    params = cast_params(params, forward_config.dtype)
+    params = computed_params(params, model, forward_config)
     cos_sin = {rope: rotary_cos_sin(rope, length) for rope in arch_config.ropes}
     x = embed_tokens(params, tokens, model, forward_config)
     mask = causal_mask(length)
@@ -138,9 +140,11 @@ def hidden_states(
     )[0]
 
 
-def cast_params(params: Tree, dtype: str) -> Tree:
-    """Cast all parameters to the dtype of the computation."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Tree:
+    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves."""
+    constrain, dtype = forward_config.sharding.constrain_param, forward_config.dtype
+    leaves = flatten_tree(params).items()
+    return unflatten_tree({path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves})
 
 
 def embed_tokens(
@@ -159,7 +163,7 @@ def embed_tokens(
         Token embeddings, plus learned position embeddings if the model has them.
     """
     arch_config = model.arch_config
-    x = jnp.take(params["embed"]["tokens"], tokens, axis=0)
+    x = jnp.take(params["embed"]["tokens"], _tokens_to_embed(tokens, model, forward_config.sharding), axis=0)
     if arch_config.embed_scale != 1.0:
         x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
     x = _project(x, params, "project_in")
@@ -167,6 +171,16 @@ def embed_tokens(
         offset, table = arch_config.position_offset, params["embed"]["positions"]
         x = x + (table[offset : offset + tokens.shape[1]] if positions is None else table[offset + positions])
     return shard_residual(x, forward_config.sharding)
+
+
+def _tokens_to_embed(tokens: Array, model: ModelSpec, sharding: ShardingContext) -> Array:
+    """Return the tokens [B, T], gathered along T if the same mesh axes split T and the dims of the embedding table.
+
+    XLA (jax 0.10.2) cannot compile the lookup otherwise.
+    """
+    table_axes = chain(*sharding.computed_axes(model.leaves["embed.tokens"]))
+    seq_axes = sharding.activation_axes(tokens.shape, "batch", "seq")[1]
+    return sharding.constrain(tokens, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else tokens
 
 
 def run_decoder(
@@ -305,7 +319,7 @@ def loss_sums(
     if model.arch_config.encoder is not None:
         encoder_output = encode(params, batch["source"], model, forward_config, batch["present"] != 0)
     x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output)
-    x = forward_config.sharding.constrain(x, "batch", "seq", "embed")
+    x = forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
     head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
     return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
@@ -323,8 +337,9 @@ def _lm_head(model: ModelSpec, forward_config: ForwardConfig, *, chunk_size: int
 
 def _lm_head_weight(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Array:
     """Return the head's weight [V, D] in the dtype of the computation."""
-    weight = params["embed"]["tokens"] if model.is_tied else params["head"]["weight"]
-    return weight.astype(forward_config.dtype)
+    path = ("embed", "tokens") if model.is_tied else ("head", "weight")
+    weight = params[path[0]][path[1]].astype(forward_config.dtype)
+    return forward_config.sharding.constrain_param(weight, model.leaves[".".join(path)])
 
 
 def _lm_head_bias(params: Tree) -> Array | None:

@@ -32,6 +32,7 @@ from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.partition import partition_spec
+from trainer.models.rule_presets import PRESETS
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import PARAM_RULES
 from trainer.nn import transformer
@@ -130,6 +131,17 @@ RULES = {
         "vocab=mp+fsdp",
         "embed=none",
     ),
+    "leaves": (
+        r"re:^layers\.attn\.(q|k|v)\.weight$=none,fsdp,mp",
+        r"re:^(embed\.tokens|head\.weight)$=fsdp,mp|none",
+        "re:norm=none",
+        r"re:^layers\.mlp\.router=none",
+        "embed=dp",
+    ),
+    "activations": ("act:batch=dp", "act:seq=fsdp|none", "act:embed=mp", "act:heads=none", "act:vocab=mp+fsdp"),
+    "whole batch": ("act:batch=none", "act:residual_seq=dp+fsdp|none", "act:mlp=fsdp|none"),
+    "changed preset": ("flaxlm:2,2", "kv_heads=none", "re:^final_norm=none", "act:embed=none"),
+    **{name: (name,) for name in PRESETS},
 }
 
 
@@ -137,7 +149,17 @@ RULES = {
     ("rules", "name", "mesh"),
     slow_except(
         [(rules, name, mesh) for rules in RULES for name in CONFIGS for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")],
-        (("mp", "llama", "1,2,4"), ("dp", "llama", "2,2,2"), ("inner", "llama", "1,2,4")),
+        (
+            ("mp", "llama", "1,2,4"),
+            ("dp", "llama", "2,2,2"),
+            ("inner", "llama", "1,2,4"),
+            ("leaves", "llama", "2,2,2"),
+            ("leaves", "mixtral", "1,2,4"),
+            ("activations", "llama", "2,2,2"),
+            ("changed preset", "gpt_neo", "2,2,2"),
+            ("flaxlm:1,1", "llama", "1,2,4"),
+            ("auto", "llama", "1,2,4"),
+        ),
     ),
 )
 def test_loss_and_gradients_do_not_depend_on_rules(rules: str, name: str, mesh: str):
