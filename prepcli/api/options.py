@@ -99,7 +99,8 @@ class LayoutOptions(ConversionOptions, total=False):
     Attributes:
         mesh: "dp,fsdp,mp" sizes such as "1,64,4", or named axes such as "fsdp:64,mp:4". Chunks are its shards; default:
             chunks of at most 4 MiB.
-        rules: One or more changes of partition rules, such as "embed=none" or "kv_heads=mp|none".
+        rules: One or more changes of partition rules: of dims of parameters ("embed=none", "kv_heads=mp|none"), of
+            activations ("act:seq=sp|none") or of single leaves ("re:PATTERN=mp,fsdp"), or a preset ("flaxlm:1,1").
         scan: Stack all layers in one leaf; default: as in the source, True for a Hugging Face folder.
         scan_axis: Axis of the stack; default: as in the source, 0 for a Hugging Face folder.
         compress: "zstd" or "zstd:LEVEL"; default: uncompressed.

@@ -152,7 +152,7 @@ MeshOption = Annotated[
 ]
 RuleOption = Annotated[
     list[str] | None,
-    typer.Option("--rule", metavar="DIM=AXIS", help="Split DIM over AXIS; repeatable.", show_default=False),
+    typer.Option("--rule", metavar="RULE", help="Change partition rules, as DIM=AXIS; repeatable.", show_default=False),
 ]
 ScanOption = Annotated[
     bool | None,

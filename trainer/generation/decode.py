@@ -78,12 +78,13 @@ class DecodeState(NamedTuple):
     kv_cache: KVCache
 
 
-def cast_for_inference(params: Tree, forward_config: ForwardConfig) -> Tree:
-    """Cast parameters to their dtypes for decoding; a leaf is copied only if its dtype changes."""
+def cast_for_inference(params: Tree, model: ModelSpec, *, forward_config: ForwardConfig) -> Tree:
+    """Cast and reshard parameters for decoding; a leaf is copied only if its dtype or its sharding changes."""
     cast = {}
     for path, leaf in flatten_tree(params).items():
         dtype = jnp.dtype(inference_dtype(path, forward_config.dtype))
-        cast[path] = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
+        cast[path] = forward_config.sharding.constrain_param(leaf, model.leaves[path])
     return unflatten_tree(cast)
 
 

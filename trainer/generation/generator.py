@@ -64,7 +64,7 @@ class Generator:
             generation_config: Options of generation.
         """
         self.model, self.forward_config, self.generation_config = model, forward_config, generation_config
-        self.params = decode.cast_for_inference(params, forward_config)
+        self.params = decode.cast_for_inference(params, model, forward_config=forward_config)
         encode = partial(decode.encode_sources, model=model, forward_config=forward_config)
         options: dict[str, Any] = {
             "model": model,

@@ -298,8 +298,8 @@ class Recipe(BaseModel):
     )
     rules: RuleTexts | None = Field(
         default=None,
-        description="partition rules in the notation of `--rule` of `prep save-init`, instead of the checkpoint's; "
-        "other dims have the default rules",
+        description="partition rules in the notation of `--rule` of `prep save-init`, instead of the checkpoint's: of "
+        "dims, of activations (`act:`), of leaves (`re:`), or a preset; other dims have the default rules",
         examples=[["embed=fsdp", "kv_heads=mp|none"]],
         json_schema_extra=if_absent("the checkpoint's"),
     )

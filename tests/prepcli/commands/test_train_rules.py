@@ -78,6 +78,7 @@ def test_rules_that_do_not_divide_the_model_are_rejected(capsys: pytest.CaptureF
     assert (code, what) == (USAGE, "--set: `rules kv_hads=mp`: unknown dim `kv_hads`")
 
 
+@pytest.mark.slow
 def test_resume_changes_kind_of_rules(capsys: pytest.CaptureFixture[str]):
     kinds = [
         [r"re:^layers\.attn\.(q|k|v)\.weight$=none,fsdp,mp", "act:batch=none", "act:seq=fsdp|none"],

@@ -262,7 +262,7 @@ def test_one_new_token_needs_no_decode_loop():
 def test_cast_for_inference_keeps_lm_head_bias_in_float32():
     tiny = tiny_transformer(GOLDEN["gptj"])
     params = tiny.params_from_tensors(random_tensors(GOLDEN["gptj"]))
-    cast = flatten_tree(decode.cast_for_inference(params, ForwardConfig("bfloat16")))
+    cast = flatten_tree(decode.cast_for_inference(params, tiny.model, forward_config=ForwardConfig("bfloat16")))
     assert {path for path, leaf in cast.items() if leaf.dtype != jnp.bfloat16} == {"head.bias"}
 
 
