@@ -10,7 +10,6 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.suggest import did_you_mean
 
 DROPOUT_KEY, FCM_KEY = "model.dropout", "model.fcm_ratio"
-FROM_CONFIG = "config"  # value of `model.dropout`: the rates of the checkpoint's config.json
 ConfigField = tuple[str, float] | None  # name of a config field and its default; None: transformers does not drop there
 
 
@@ -75,6 +74,31 @@ def _read_rate(config: Mapping[str, Any], config_field: ConfigField) -> float:
 
 def _is_rate(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def resolve_dropout(
+    value: float | str | Mapping[str, float],
+    *,
+    fcm_ratio: tuple[float, float],
+    config: Mapping[str, Any],
+    dropout_fields: DropoutFields,
+) -> DropoutConfig:
+    """Return the rates of a run.
+
+    Args:
+        value: `model.dropout`: one rate, the rates of some sites, or "config" for those of the config.
+        fcm_ratio: `model.fcm_ratio`.
+        config: Content of the checkpoint's config.json.
+        dropout_fields: Its fields with dropout rates.
+
+    Raises:
+        PrepError: The rates of the config are needed, and one is invalid.
+    """
+    if isinstance(value, str):
+        rates = read_dropout(config, dropout_fields)
+    else:
+        rates = dict(value) if isinstance(value, Mapping) else dict.fromkeys(DROPOUT_SITES, value)
+    return DropoutConfig(**rates, fcm_ratio=fcm_ratio)
 
 
 def check_dropout_table(table: Mapping[str, Any]) -> None:
