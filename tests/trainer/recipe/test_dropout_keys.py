@@ -69,7 +69,7 @@ def test_config_takes_the_rates_of_the_checkpoint(family: str, config: dict[str,
 
 @pytest.mark.parametrize("rate", [1.0, -0.1, True, "0.1"])
 def test_invalid_rate_of_a_config_is_rejected(rate: Any):
-    with pytest.raises(PrepError, match="attn_pdrop is .*, it must be a number from 0 to below 1"):
+    with pytest.raises(PrepError, match=r"attn_pdrop is .*, it must be a number from 0 to below 1"):
         resolve(load_model("model.dropout=config"), {"attn_pdrop": rate})
 
 
