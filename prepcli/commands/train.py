@@ -232,6 +232,7 @@ def _prepare_run(
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
+    dropout = setup.dropout_config(recipe, model, manifest["config"])
     memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
@@ -245,6 +246,7 @@ def _prepare_run(
         model,
         sharding=sharding,
         datasets=datasets,
+        dropout=dropout,
         manifest_fields=manifest_fields,
         stop_after=request.stop_after,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
+from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
-    """Yield lines that describe the run: mesh, rules, rotary embedding, batch, evaluation and the step it resumes at.
+    """Yield lines that describe the run: mesh, rules, model, batch, evaluation and the step it resumes at.
 
     Args:
         job: The run.
@@ -34,7 +35,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
-    yield from filter(None, [rope_text(setup.model.arch_config)])
+    yield from filter(None, [rope_text(setup.model.arch_config), dropout_text(setup.dropout)])
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (
@@ -51,6 +52,15 @@ def rope_text(arch_config: ArchConfig) -> str:
     """Return the rotary embeddings of a model and its positions as text; empty without rotary embeddings."""
     ropes = " and ".join(map(_describe_rope, arch_config.ropes))
     return f"rotary embedding {ropes}; {arch_config.max_positions:,} positions" if ropes else ""
+
+
+def dropout_text(dropout: DropoutConfig) -> str:
+    """Return the rates of dropout and forgetful causal masking as text; empty without both."""
+    rates = {site: getattr(dropout, site) for site in DROPOUT_SITES}
+    texts = [f"{site} {rate:g}" for site, rate in rates.items() if rate]
+    parts = [f"dropout {', '.join(texts)}"] if texts else []
+    low, high = dropout.fcm_ratio
+    return "; ".join([*parts, *([f"forgetful causal masking of {low:g} to {high:g} of the keys"] if high else [])])
 
 
 def _describe_rope(rope: Rope) -> str:

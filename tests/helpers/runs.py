@@ -16,6 +16,7 @@ from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
 from trainer.models.partition import Box
@@ -58,6 +59,7 @@ MIXTRAL = LLAMA | {
     "sliding_window": None,
 }
 CONFIGS = {config["model_type"]: config for config in (GPT_NEO, LLAMA, MIXTRAL)}
+DROPOUT = DropoutConfig(attention=0.1, residual=0.1, embedding=0.1, fcm_ratio=(0.0, 0.3))
 ADAMW = AdamW(
     lr_schedule=LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
     b1=0.9,
@@ -75,6 +77,7 @@ def make_setup(
     accumulate: int = 1,
     *,
     rules: Sequence[str] = (),
+    dropout: DropoutConfig = NO_DROPOUT,
     **forward_options: Any,
 ) -> StepSetup:
     """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
@@ -82,7 +85,7 @@ def make_setup(
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
     forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)
-    return StepSetup(model, forward_config, ADAMW, accumulate)
+    return StepSetup(model, forward_config, ADAMW, accumulate, dropout=dropout, seed=7)
 
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:

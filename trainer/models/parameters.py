@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS, Row, Sizes, bind_row, parse_row, stack_axis
+from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError
 
 HFConfig = Mapping[str, Any]  # the content of a config.json
@@ -115,6 +116,7 @@ class Family:
         arch_config: The architecture. Raises PrepError for a config that prep does not support.
         layouts: Trees of other libraries, by name.
         duplicates: Tensor of some files -> the tensor with the same content.
+        dropout_fields: Fields of the config with dropout rates.
     """
 
     name: str
@@ -127,6 +129,7 @@ class Family:
     arch_config: Callable[[HFConfig], ArchConfig]
     layouts: Mapping[str, TreeLayout] = field(default_factory=dict)
     duplicates: Mapping[str, str] = field(default_factory=dict)
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT
 
     def is_tied(self, config: HFConfig, tensors: Collection[str] = ()) -> bool:
         """Return whether the head is the token embedding, for a config and the tensors of its file."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.parameters import ALWAYS, NEVER, Condition, Family, HFConfig, Parameter, TreeLayout, WeightTying
 
 Parameters = dict[str, Parameter]  # path in the tree -> parameter
@@ -121,6 +122,7 @@ def build_family(
     tied_by_default: bool,
     dropped: Mapping[str, str],
     layouts: Mapping[str, TreeLayout] | None = None,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
 ) -> Family:
     """Return a family whose head is `head.weight`; tensors of the head have no prefix in any file.
 
@@ -142,6 +144,7 @@ def build_family(
         ),
         arch_config=arch_config,
         layouts=layouts or {},
+        dropout_fields=dropout_fields,
     )
 
 

@@ -5,6 +5,7 @@ Axes: B rows of the batch, T queries, S keys, H query heads, K key and value hea
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, CosSin, KVCache
 from trainer.nn.context import LayerContext
+from trainer.nn.dropout import Site
 from trainer.nn.kernels import KERNELS
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
@@ -40,7 +42,7 @@ def attention(
     Args:
         x: Queries' hidden states [B, T, D].
         weights: Projections `q`, `k`, `v`, `o`, and the optional norms `q_norm` and `k_norm`.
-        context: Mask, sharding, kernel, and the cache that the keys and values of `x` are appended to.
+        context: Mask, sharding, kernel, dropout, and the cache that the keys and values of `x` are appended to.
         input_norm: Weights of the norm of `x`; None if `x` is not to be normed.
         encoder_states: For cross-attention the encoder's hidden states [B, S, D], or the keys and values that
             `project_kv` computed from them; None for self-attention.
@@ -58,8 +60,11 @@ def attention(
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
     kernel = KERNELS[context.attention_options.kernel]
-    kv = _repeat_kv(q, kv, sharding)
-    mixed = kernel(q, kv, context.arch_config, context.mask, context.attention_options)
+    kv, mask = _repeat_kv(q, kv, sharding), context.mask
+    if context.dropout is not None:
+        site = Site.ATTENTION if encoder_states is None else Site.CROSS_ATTENTION
+        mask = dataclasses.replace(mask, dropout=context.dropout.attention(site, q.shape[2]))
+    mixed = kernel(q, kv, context.arch_config, mask, context.attention_options)
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:

@@ -1,6 +1,7 @@
 """The inputs of attention apart from hidden states: mask, score bias, KV cache and encoder output.
 
-Axes: B rows of the batch, T queries, S keys or cache slots, H query heads, K key and value heads, E head width.
+Axes: B rows of the batch, T queries, S keys or cache slots, H query heads, K key and value heads, G = H / K query heads
+of a group, E head width.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
+from trainer.nn.dropout import AttentionDropout
 from trainer.nn.score_bias import ScoreBias
 
 CosSin = tuple[Array, Array]  # rotary cosine and sine: [T, rotary_dim / 2] or [B, T, rotary_dim / 2]
@@ -108,6 +110,7 @@ class AttentionMask:
         bias: Added to scores; requires positions.
         cos_sin: Rotary cosine and sine of queries and of their own keys.
         layer_score_scale: float32 [], a factor of this layer's scores in addition to `ArchConfig.attn_scale`.
+        dropout: Dropout of the probabilities; requires positions. None for no dropout.
         window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
         is_causal: Whether positions limit the visible keys; false in an encoder.
     """
@@ -120,6 +123,7 @@ class AttentionMask:
     bias: ScoreBias | None = None
     cos_sin: CosSin | None = None
     layer_score_scale: Array | None = None
+    dropout: AttentionDropout | None = None
     window: int = FULL_ATTENTION
     is_causal: bool = True
 
@@ -141,6 +145,14 @@ class AttentionMask:
         assert self.q_positions is not None
         assert self.kv_positions is not None
         return self.bias.materialize(self.q_positions, self.kv_positions)
+
+    def drop(self, x: Array) -> Array:
+        """Drop elements of the probabilities, or of their gradient, [B, K, G, T, S]."""
+        if self.dropout is None:
+            return x
+        assert self.q_positions is not None
+        assert self.kv_positions is not None
+        return self.dropout.apply(x, self.q_positions, self.kv_positions)
 
 
 def _and(visible: Array | None, other: Array) -> Array:

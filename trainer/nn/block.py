@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, KVCache
 from trainer.nn.context import LayerContext
+from trainer.nn.dropout import Site
 from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm
@@ -24,8 +26,8 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
     Args:
         x: Residual stream [B, T, D].
         weights: Weights of the layer.
-        context: Architecture, mask, sharding, cache and encoder output. `block_type` of the architecture selects the
-            order of norms and residual additions.
+        context: Architecture, mask, sharding, cache, encoder output and dropout. `block_type` of the architecture
+            selects the order of norms and residual additions.
 
     Returns:
         The residual stream [B, T, D] after the layer, and the cache with the keys and values of `x`.
@@ -38,19 +40,21 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
     def apply_norm(name: str, x: Array) -> Array:
         return norm(x, norm_weights(name), arch_config)
 
-    def self_attend(x: Array, input_norm: Mapping[str, Any] | None) -> tuple[Array, KVCache | None]:
-        return attention(x, weights["attn"], context, input_norm=input_norm)
-
     def cross_attend(x: Array, encoder_output: EncoderOutput) -> Array:
-        mask = AttentionMask(kv_valid=encoder_output.source_mask)
-        cross_context = dataclasses.replace(context, mask=mask, kv_cache=None)
+        cross_context = dataclasses.replace(context, mask=_cross_mask(encoder_output, context), kv_cache=None)
         states, cross_norm = encoder_output.states, norm_weights("cross_norm")
-        return attention(x, weights["cross"], cross_context, input_norm=cross_norm, encoder_states=states)[0]
+        output = attention(x, weights["cross"], cross_context, input_norm=cross_norm, encoder_states=states)[0]
+        return context.drop_residual(output, Site.CROSS_RESIDUAL)
 
-    def feed_forward(x: Array, input_norm: Mapping[str, Any] | None) -> Array:
-        return _feed_forward(x, {"mlp": weights["mlp"], "norm": input_norm}, context)
+    def feed_forward(x: Array, input_norm: Mapping[str, Any] | None, post_norm: str = "") -> Array:
+        output = _feed_forward(x, {"mlp": weights["mlp"], "norm": input_norm}, context)
+        return context.drop_residual(apply_norm(post_norm, output) if post_norm else output, Site.MLP_RESIDUAL)
 
-    attended, kv_cache = self_attend(x, None if arch_config.block_type == "post" else norm_weights("attn_norm"))
+    input_norm = None if arch_config.block_type == "post" else norm_weights("attn_norm")
+    attended, kv_cache = attention(x, weights["attn"], context, input_norm=input_norm)
+    if arch_config.block_type == "sandwich":
+        attended = apply_norm("attn_post_norm", attended)
+    attended = context.drop_residual(attended, Site.ATTENTION_RESIDUAL)
     match arch_config.block_type:
         case "pre":
             x = shard_residual(x + attended, sharding)
@@ -65,9 +69,18 @@ def block(x: Array, weights: Mapping[str, Any], context: LayerContext) -> tuple[
         case "parallel_one_norm":
             x = x + attended + feed_forward(x, norm_weights("attn_norm"))
         case "sandwich":
-            x = shard_residual(x + apply_norm("attn_post_norm", attended), sharding)
-            x = x + apply_norm("mlp_post_norm", feed_forward(x, norm_weights("mlp_norm")))
+            x = shard_residual(x + attended, sharding)
+            x = x + feed_forward(x, norm_weights("mlp_norm"), "mlp_post_norm")
     return shard_residual(x, sharding), kv_cache
+
+
+def _cross_mask(encoder_output: EncoderOutput, context: LayerContext) -> AttentionMask:
+    """Return the mask of cross-attention; it has positions only if dropout needs them."""
+    mask = AttentionMask(kv_valid=encoder_output.source_mask, is_causal=False)
+    if context.dropout is None or isinstance(encoder_output.states, KV):
+        return mask
+    kv_positions = jnp.arange(encoder_output.states.shape[1])
+    return dataclasses.replace(mask, q_positions=context.mask.q_positions, kv_positions=kv_positions)
 
 
 def _feed_forward(x: Array, weights: Mapping[str, Any], context: LayerContext) -> Array:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jax import Array
+
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.dropout import LayerDropout, Site
 from trainer.nn.kernels.options import AttentionOptions
 
 
@@ -22,6 +25,7 @@ class LayerContext:
         encoder_output: Input of cross-attention; None without an encoder.
         attention_options: The kernel that computes attention, and its tiles.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+        dropout: Random masks of the layer; None for no dropout.
     """
 
     arch_config: ArchConfig
@@ -31,3 +35,8 @@ class LayerContext:
     encoder_output: EncoderOutput | None = None
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
     ffn_chunk_size: int = -1
+    dropout: LayerDropout | None = None
+
+    def drop_residual(self, x: Array, site: Site) -> Array:
+        """Drop elements of the output [B, T, D] of attention or MLP, if there is dropout."""
+        return x if self.dropout is None else self.dropout.drop_residual(x, site)

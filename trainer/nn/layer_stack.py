@@ -17,9 +17,11 @@ from trainer.models.architecture import ArchConfig, window_period
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.attention_mask import KVCache
+from trainer.nn.dropout import Dropout
 from trainer.nn.model_spec import REMAT_NONE, ForwardConfig, ModelSpec, unscannable_error
 
-LAYER_SCORE_SCALE = "layer_score_scale"  # entry in a layer's weights that is not a parameter
+# entries in a layer's weights that are not parameters
+LAYER_SCORE_SCALE, LAYER_DROPOUT_KEYS = "layer_score_scale", "layer_dropout_keys"
 
 LayerWeights = Tree | list[Tree]  # stacked on axis 0, or one tree per layer
 LayerCarry = tuple[Array, KVCache | None]  # residual stream [B, T, D] between layers, and the KV cache
@@ -44,15 +46,17 @@ def layer_weights(
     return stacked if forward_config.scan_layers else [_take_layer(stacked, index) for index in range(num_layers)]
 
 
-def with_score_scales(layers: LayerWeights, arch_config: ArchConfig) -> LayerWeights:
-    """Add the score scale of each layer to its weights, if the scale differs between layers."""
-    if not arch_config.scale_attn_by_inverse_layer_idx:
-        return layers
+def with_layer_inputs(layers: LayerWeights, arch_config: ArchConfig, dropout: Dropout | None) -> LayerWeights:
+    """Add the inputs that differ between layers to their weights: score scales and keys of dropout."""
     num_layers = len(arch_config.sliding_windows)
-    scales = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
+    inputs: Tree = {}
+    if arch_config.scale_attn_by_inverse_layer_idx:
+        inputs[LAYER_SCORE_SCALE] = jnp.asarray([1 / number for number in range(1, num_layers + 1)], jnp.float32)
+    if dropout is not None and (keys := dropout.layer_keys(num_layers)) is not None:
+        inputs[LAYER_DROPOUT_KEYS] = keys
     if isinstance(layers, list):
-        return [{**weights, LAYER_SCORE_SCALE: scale} for weights, scale in zip(layers, scales)]
-    return {**layers, LAYER_SCORE_SCALE: scales}
+        return [{**weights, **_take_layer(inputs, index)} for index, weights in enumerate(layers)]
+    return {**layers, **inputs}
 
 
 def _take_layer(stacked: Tree, index: int | Array) -> Tree:

@@ -21,12 +21,13 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
-from trainer.nn import lm_head
+from trainer.nn import layer_stack, lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
 from trainer.nn.block import block, shard_residual
 from trainer.nn.context import LayerContext
-from trainer.nn.layer_stack import LAYER_SCORE_SCALE, LayerCarry, layer_weights, run_layers, with_score_scales
+from trainer.nn.dropout import Dropout, Stack
+from trainer.nn.layer_stack import LayerCarry, layer_weights
 from trainer.nn.linear import linear
 from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
@@ -41,6 +42,8 @@ def encode(
     model: ModelSpec,
     forward_config: ForwardConfig,
     source_mask: Array | None = None,
+    *,
+    dropout: Dropout | None = None,
 ) -> EncoderOutput:
     """Run the encoder on source tokens.
 
@@ -50,6 +53,7 @@ def encode(
         model: A model with an encoder.
         forward_config: Execution options.
         source_mask: bool [B, S], false for padding; None if no token is padding.
+        dropout: Random masks of the step; None for no dropout.
 
     Returns:
         Hidden states [B, S, D] in the dtype of the computation, with the mask.
@@ -64,9 +68,12 @@ def encode(
     positions = jnp.arange(source_tokens.shape[1])
     mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
     mask = _with_score_bias(mask, params[ENCODER], arch_config, forward_config)
-    run_layer = partial(_run_layer, arch_config, forward_config, mask, {}, None)
-    carry = (embed_tokens(params, source_tokens, model, forward_config), None)
-    x, _ = _run_stack(carry, params, ENCODER, model, arch_config, forward_config, run_layer)
+    x = embed_tokens(params, source_tokens, model, forward_config)
+    if dropout is not None:
+        dropout = dropout.for_stack(Stack.ENCODER)
+        x = dropout.drop_embedding(x, positions)
+    run_layer = partial(_run_layer, arch_config, forward_config, mask, {}, None, dropout)
+    x, _ = _run_stack((x, None), params, ENCODER, model, arch_config, forward_config, run_layer, dropout)
     return EncoderOutput(sharding.constrain(x, "batch", "seq", "embed"), source_mask)
 
 
@@ -105,6 +112,8 @@ def hidden_states(
     model: ModelSpec,
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
+    *,
+    dropout: Dropout | None = None,
 ) -> Array:
     """Run the decoder on whole sequences with a causal mask.
 
@@ -114,6 +123,7 @@ def hidden_states(
         model: The model.
         forward_config: Execution options.
         encoder_output: Hidden states of the source; required if the model has an encoder.
+        dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
 
     Returns:
         The LM head's input [B, T, D] in the dtype of the computation.
@@ -129,6 +139,10 @@ def hidden_states(
     cos_sin = {rope: rotary_cos_sin(rope, length) for rope in arch_config.ropes}
     x = embed_tokens(params, tokens, model, forward_config)
     mask = causal_mask(length)
+    if dropout is not None:
+        dropout, positions = dropout.for_stack(Stack.DECODER), jnp.arange(length)
+        x = dropout.drop_embedding(x, positions)
+        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions))
     return run_decoder(
         params,
         x,
@@ -137,6 +151,7 @@ def hidden_states(
         mask=mask,
         cos_sin_by_rope=cos_sin,
         encoder_output=encoder_output,
+        dropout=dropout,
     )[0]
 
 
@@ -193,6 +208,7 @@ def run_decoder(
     cos_sin_by_rope: Mapping[Rope, CosSin],
     kv_cache: KVCache | None = None,
     encoder_output: EncoderOutput | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Array, KVCache | None]:
     """Run all decoder layers and the final norm.
 
@@ -205,6 +221,7 @@ def run_decoder(
         cos_sin_by_rope: Rotary cosine and sine for each of the architecture's `ropes`.
         kv_cache: Keys and values of earlier tokens; None to attend to `x` alone.
         encoder_output: Output of the encoder; required if the model has an encoder.
+        dropout: Random masks of the decoder; None for no dropout.
 
     Returns:
         The LM head's input [B, T, D], and the cache with the keys and values of `x` appended.
@@ -218,8 +235,8 @@ def run_decoder(
         passed = "missing" if encoder_output is None else "passed"
         raise ValueError(f"{model.family.name} has {has}, but encoder_output is {passed}")
     mask = _with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
-    run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output)
-    x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer)
+    run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
+    x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer, dropout)
     x = _project(x, params, "project_out")
     if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
         x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
@@ -234,12 +251,14 @@ def _run_stack(
     arch_config: ArchConfig,
     forward_config: ForwardConfig,
     run_layer: Callable[..., LayerCarry],
+    dropout: Dropout | None,
 ) -> LayerCarry:
     """Run all layers and the final norm of the encoder or decoder; `stack_name` is empty in decoder-only models."""
     stack = params[stack_name] if stack_name else params
     num_layers = len(arch_config.sliding_windows)
     layers = layer_weights(stack[LAYERS], stack_name, num_layers, model, forward_config)
-    x, kv_cache = run_layers(carry, with_score_scales(layers, arch_config), run_layer, forward_config, arch_config)
+    layers = layer_stack.with_layer_inputs(layers, arch_config, dropout)
+    x, kv_cache = layer_stack.run_layers(carry, layers, run_layer, forward_config, arch_config)
     return norm(x, stack.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, kv_cache
 
 
@@ -301,6 +320,8 @@ def loss_sums(
     model: ModelSpec,
     forward_config: ForwardConfig,
     loss_terms: LossTerms = NO_LOSS_TERMS,
+    *,
+    dropout: Dropout | None = None,
 ) -> LossSums:
     """Compute the summed loss of a batch.
 
@@ -311,14 +332,16 @@ def loss_sums(
         model: The model.
         forward_config: Execution options.
         loss_terms: Terms of the loss besides the cross entropy.
+        dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
 
     Returns:
         float32 sums over the tokens of the batch.
     """
     encoder_output = None
     if model.arch_config.encoder is not None:
-        encoder_output = encode(params, batch["source"], model, forward_config, batch["present"] != 0)
-    x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output)
+        source_mask = batch["present"] != 0
+        encoder_output = encode(params, batch["source"], model, forward_config, source_mask, dropout=dropout)
+    x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output, dropout=dropout)
     x = forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
     head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
@@ -353,11 +376,12 @@ def _run_layer(
     mask: AttentionMask,
     cos_sin_by_rope: Mapping[Rope, CosSin],
     encoder_output: EncoderOutput | None,
+    dropout: Dropout | None,
     window: int,
     carry: LayerCarry,
     weights: Tree,
 ) -> LayerCarry:
-    """Run one layer with its window, rotary embedding and score scale."""
+    """Run one layer with its window, rotary embedding, score scale and random masks."""
     x, kv_cache = carry
     if encoder_output is not None and kv_cache is not None:
         encoder_output = encoder_output.for_layer(kv_cache.layer)
@@ -366,7 +390,7 @@ def _run_layer(
         mask,
         window=window,
         cos_sin=cos_sin_by_rope[rope] if rope else None,
-        layer_score_scale=weights.get(LAYER_SCORE_SCALE),
+        layer_score_scale=weights.get(layer_stack.LAYER_SCORE_SCALE),
     )
     return block(
         x,
@@ -379,5 +403,6 @@ def _run_layer(
             encoder_output=encoder_output,
             attention_options=forward_config.attention_options,
             ffn_chunk_size=forward_config.ffn_chunk_size,
+            dropout=dropout and dropout.for_layer(weights.get(layer_stack.LAYER_DROPOUT_KEYS), mask.q_positions),
         ),
     )

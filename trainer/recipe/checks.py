@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainer.models import mesh
+from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import PrepError
 from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
@@ -48,6 +49,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _overflow_problems(recipe)
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)
+    yield from _dropout_problems(recipe)
     yield from _field_problems(recipe)
     yield from _source_problems(recipe)
     yield from _batch_problems(recipe)
@@ -93,6 +95,13 @@ def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
     if theta is not None and "rope_theta" in scaling:
         what = f"`{THETA_KEY}` is {format_value(theta)}, and `{SCALING_KEY}` has a `rope_theta`"
         yield Problem((THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them")
+
+
+def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
+    dropout, fcm_ratio = recipe.model.dropout, recipe.model.fcm_ratio
+    if isinstance(dropout, dict):
+        yield from _problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
+    yield from _problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -81,7 +81,9 @@ def _is_accepted_by(value: Any, alternative: Mapping[str, Any]) -> bool:
         return isinstance(value, str) and value in alternative["enum"]
     if alternative["type"] == "array":
         items = alternative["items"]
-        return isinstance(value, list) and bool(value) and all(_is_accepted_by(item, items) for item in value)
+        minimum, maximum = alternative.get("minItems", 1), alternative.get("maxItems", math.inf)
+        has_valid_length = isinstance(value, list) and minimum <= len(value) <= maximum
+        return has_valid_length and all(_is_accepted_by(item, items) for item in value)
     if isinstance(value, bool) != (alternative["type"] == "boolean"):
         return False
     if not isinstance(value, _PYTHON_TYPES.get(alternative["type"], ())):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -33,6 +33,21 @@ RuleTexts = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+DropoutRates = UnitInterval | Literal["config"] | dict[str, Any]
+RatioRange = Annotated[
+    tuple[UnitInterval, UnitInterval],
+    BeforeValidator(_as_tuple),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+            "minItems": 2,
+            "maxItems": 2,
+        }
+    ),
 ]
 
 

@@ -112,10 +112,12 @@ def _validate(raw: RawRecipe, unexpanded: RawRecipe, intended_keys: Collection[s
         return Recipe.model_validate(_with_dependent_defaults(raw))
     except ValidationError as error:
         error_types = {_schema_key(item["loc"]): item["type"] for item in error.errors(include_url=False)}
+    # A list with too few items has an error of type "missing" too, but its key is there.
+    missing_keys = {key for key, error_type in error_types.items() if error_type == "missing" and not raw.has(key)}
     return [
-        _missing_key(key, unexpanded) if error_type == "missing" else _invalid_value(key, unexpanded)
-        for key, error_type in error_types.items()
-        if error_type != "missing" or key not in intended_keys
+        _missing_key(key, unexpanded) if key in missing_keys else _invalid_value(key, unexpanded)
+        for key in error_types
+        if key not in missing_keys or key not in intended_keys
     ]
 
 

@@ -38,6 +38,11 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "model.k_chunk_size": ("scan_key_chunk_size", "key_chunk_size"),
     "model.rope_scaling": ("rope_parameters",),
     "model.rope_theta": ("rope_max_timescale", "rotary_emb_base", "rope_freq_base", "rope_base"),
+    "model.dropout": (
+        "attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "residual_dropout", "resid_dropout",
+        "residue_dropout", "hidden_dropout", "embedding_dropout", "embed_dropout", "dropout_rate", "use_dropout",
+    ),
+    "model.fcm_ratio": ("fcm_min_ratio", "fcm_max_ratio"),
     "data.type": ("dataset_type", "data_type"),
     "data.path": (
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
@@ -162,6 +167,15 @@ VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
     ),
     **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _mesh_with_mp),
     **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda enabled: not enabled),
+    **dict.fromkeys(("attn_pdrop", "attention_dropout"), lambda rate: {"attention": rate}),
+    **dict.fromkeys(
+        ("resid_pdrop", "residual_dropout", "resid_dropout", "residue_dropout", "hidden_dropout"),
+        lambda rate: {"residual": rate},
+    ),
+    **dict.fromkeys(("embd_pdrop", "embedding_dropout", "embed_dropout"), lambda rate: {"embedding": rate}),
+    "use_dropout": lambda enabled: "config" if enabled else 0.0,
+    "fcm_max_ratio": lambda ratio: [0.0, ratio],
+    "fcm_min_ratio": lambda ratio: [ratio, ratio],
     "validation_split_percentage": lambda percent: percent / 100,
 }
 

@@ -13,12 +13,14 @@ from pydantic import BaseModel, Field
 from trainer.models.rope_overrides import RopeOverrides
 from trainer.recipe.key_types import (
     STRICT,
+    DropoutRates,
     NonNegativeFloat,
     NonNegativeInt,
     Paths,
     PathText,
     PositiveFloat,
     PositiveInt,
+    RatioRange,
     RuleTexts,
     UnitInterval,
     if_absent,
@@ -95,6 +97,19 @@ class Model(BaseModel):
         description="sequence length that the model with the changed rotary embedding is made for",
         examples=[32768],
         json_schema_extra=if_absent("the checkpoint's"),
+    )
+    dropout: DropoutRates = Field(
+        default=0.0,
+        description="rate of dropout of attention probabilities, residuals (outputs of attention and MLP) and "
+        "embeddings, or a table with the rates `attention`, `residual` and `embedding`; config: the rates of the "
+        "checkpoint's config.json",
+        examples=[0.1],
+    )
+    fcm_ratio: RatioRange = Field(
+        default=(0.0, 0.0),
+        description="forgetful causal masking: smallest and largest fraction of the keys of a sequence that are hidden "
+        "from all queries in training",
+        examples=[[0.0, 0.15]],
     )
 
     @property

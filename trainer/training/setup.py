@@ -14,6 +14,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.dropout_config import DropoutConfig, resolve_dropout
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.registry import family_of
 from trainer.models.rope_overrides import override_rope
@@ -260,12 +261,27 @@ def _eos_token_id(config: Mapping[str, Any]) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def dropout_config(recipe: Recipe, model: ModelSpec, config: Mapping[str, Any]) -> DropoutConfig:
+    """Return the rates of dropout and forgetful causal masking, given the model's config.json.
+
+    Raises:
+        PrepError: The recipe takes the rates of the config, and one is invalid.
+    """
+    return resolve_dropout(
+        recipe.model.dropout,
+        fcm_ratio=recipe.model.fcm_ratio,
+        config=config,
+        dropout_fields=model.family.dropout_fields,
+    )
+
+
 def build_job(
     recipe: Recipe,
     model: ModelSpec,
     *,
     sharding: ShardingContext,
     datasets: Datasets,
+    dropout: DropoutConfig,
     manifest_fields: Mapping[str, Any],
     stop_after: int = 0,
 ) -> Job:
@@ -276,6 +292,7 @@ def build_job(
         model: The model to train.
         sharding: The mesh of devices and its partition rules.
         datasets: Training and evaluation data.
+        dropout: Rates of dropout and forgetful causal masking.
         manifest_fields: Extra entries for the manifest of every checkpoint.
         stop_after: Steps after which this process stops; 0 for no limit.
 
@@ -304,7 +321,15 @@ def build_job(
     )
     loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
     return Job(
-        setup=StepSetup(model, forward_config, optimizer, shape.accumulate, loss_terms),
+        setup=StepSetup(
+            model,
+            forward_config,
+            optimizer,
+            accumulate=shape.accumulate,
+            loss_terms=loss_terms,
+            dropout=dropout,
+            seed=recipe.seed,
+        ),
         steps=steps,
         order=order,
         train=datasets.train,

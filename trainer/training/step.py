@@ -16,8 +16,10 @@ import optax
 from jax import Array, lax
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
+from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.feed import TokenBatch
@@ -25,6 +27,7 @@ from trainer.training.optimizers.optimizer import Optimizer
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
 LOSS_SUM_NAMES = ("loss", "weight", "correct")
+ROW_IDS = "row_ids"  # entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class StepSetup:
         optimizer: The optimizer.
         accumulate: Number of micro-batches per batch.
         loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
+        dropout: Rates of dropout and forgetful causal masking; evaluation has none.
+        seed: Seed of the random masks, from 0 to 2^32 - 1.
     """
 
     model: ModelSpec
@@ -44,6 +49,8 @@ class StepSetup:
     optimizer: Optimizer
     accumulate: int = 1
     loss_terms: LossTerms = NO_LOSS_TERMS
+    dropout: DropoutConfig = NO_DROPOUT
+    seed: int = 0
 
     @property
     def sharding(self) -> ShardingContext:
@@ -114,7 +121,9 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
-    gradients, sums = _accumulate_gradients(params, batch, setup)
+    if setup.dropout.is_active:
+        batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
+    gradients, sums = _accumulate_gradients(params, batch, state["step"], setup)
     weight = jnp.maximum(sums["weight"], 1e-9)
     grad_norm = optax.tree.norm(gradients) / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
@@ -147,12 +156,17 @@ def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
-def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> tuple[Tree, dict[str, Array]]:
+def _accumulate_gradients(
+    params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
+) -> tuple[Tree, dict[str, Array]]:
     """Compute the float32 sums of gradients and of loss, weights and correct tokens over all micro-batches."""
 
     def summed_loss(params: Tree, micro_batch: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        sums = transformer.loss_sums(params, micro_batch, setup.model, setup.forward_config, setup.loss_terms)._asdict()
-        return sums["loss"], sums
+        dropout = _dropout(micro_batch, step, setup)
+        sums = transformer.loss_sums(
+            params, micro_batch, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
+        )
+        return sums.loss, sums._asdict()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
     if setup.accumulate == 1:
@@ -172,6 +186,13 @@ def _accumulate_gradients(params: Tree, batch: TokenBatch, setup: StepSetup) -> 
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
 
 
+def _dropout(micro_batch: TokenBatch, step: Array, setup: StepSetup) -> Dropout | None:
+    """Return the random masks of a micro-batch; its rows keep their masks however the batch is divided."""
+    if not setup.dropout.is_active:
+        return None
+    return step_dropout(setup.dropout, seed=setup.seed, step=step, row_ids=micro_batch[ROW_IDS])
+
+
 def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
     """Constrain gradients to the shardings of their parameters, so that they are reduced to these shards."""
     leaves, sharding = setup.model.leaves, setup.sharding
@@ -186,13 +207,13 @@ def _shard_like_params(gradients: Tree, setup: StepSetup) -> Tree:
 
 
 def _split_micro_batches(batch: TokenBatch, setup: StepSetup) -> dict[str, Array]:
-    """Reshape [batch, T] to [accumulate, batch / accumulate, T]; each device keeps its rows of every micro-batch."""
+    """Reshape [batch, ...] to [accumulate, micro-batch, ...]; each device keeps its rows of every micro-batch."""
     num_micro_batches = setup.accumulate
 
     def split(array: Array) -> Array:
         micro_batch_size = array.shape[0] // num_micro_batches
         stacked = array.reshape(micro_batch_size, num_micro_batches, *array.shape[1:]).swapaxes(0, 1)
-        sharding = setup.sharding.activation_sharding(stacked.shape, "part", "batch", "seq")
+        sharding = setup.sharding.activation_sharding(stacked.shape, *("part", "batch", "seq")[: stacked.ndim])
         return stacked if sharding is None else lax.with_sharding_constraint(stacked, sharding)
 
     return {name: split(array) for name, array in batch.items()}

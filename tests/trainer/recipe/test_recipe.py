@@ -166,6 +166,8 @@ VALUES_BY_KEY = {
         {"rope_type": st.just("yarn"), "factor": st.floats(1, 64) | st.integers(1, 64)},
         optional={"truncate": st.booleans(), "original_max_position_embeddings": st.integers(1, 2**20)},
     ),
+    "model.dropout": st.floats(0, 0.9) | st.just("config") | st.fixed_dictionaries({"residual": st.floats(0, 0.9)}),
+    "model.fcm_ratio": st.lists(st.floats(0, 0.9), min_size=2, max_size=2).map(sorted),
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,

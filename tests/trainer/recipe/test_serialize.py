@@ -17,7 +17,7 @@ DIGESTS = {  # SHA-256 of the complete recipes
 }
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
-    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules"),
+    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio"),
 )
 ADDED_TABLES = ("loss",)
 STORED = """\
@@ -39,6 +39,8 @@ k_chunk_size = 512                              # default
 # rope_scaling: the checkpoint's                # default
 # rope_theta: the checkpoint's                  # default
 # max_position_embeddings: the checkpoint's     # default
+dropout = 0.0                                   # default
+fcm_ratio = [0.0, 0.0]                          # default
 
 [data]
 type = "json"

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.data.packing import Dataset
+from trainer.models.dropout_config import DropoutConfig
 from trainer.nn import transformer
 from trainer.nn.lm_head import LossSums, LossTerms
 from trainer.training.evaluation import EvaluationResult, evaluate, jit_eval_step
@@ -68,9 +70,9 @@ def test_evaluate_takes_the_first_rows():
     assert result.mean_loss == pytest.approx(float(sums.loss) / float(sums.weight), rel=1e-6)
 
 
-def test_loss_terms_change_training_but_not_evaluation(tmp_path: Path):
-    def first_loss_and_evaluation(name: str, loss_terms: LossTerms) -> tuple[float, float]:
-        setup = replace(runs.make_setup(), loss_terms=loss_terms)
+def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
+    def first_loss_and_evaluation(name: str, **changes: Any) -> tuple[float, float]:
+        setup = replace(runs.make_setup(), **changes)
         callbacks = runs.RecordingCallbacks()
         Loop(
             runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1),
@@ -82,8 +84,9 @@ def test_loss_terms_change_training_but_not_evaluation(tmp_path: Path):
         ).run()
         return callbacks.lines[0]["loss"], callbacks.evaluations[0]["eval_loss"]
 
-    loss, evaluation = first_loss_and_evaluation("plain", LossTerms())
-    penalized_loss, penalized_evaluation = first_loss_and_evaluation("penalized", LossTerms(z_loss=0.5))
+    loss, evaluation = first_loss_and_evaluation("plain")
+    changes = {"loss_terms": LossTerms(z_loss=0.5), "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2))}
+    penalized_loss, penalized_evaluation = first_loss_and_evaluation("penalized", **changes)
     assert penalized_loss > loss + 0.1
     assert penalized_evaluation == evaluation
 

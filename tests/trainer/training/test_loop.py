@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def setup() -> runs.StepSetup:
-    return runs.make_setup(mesh="1,2,4", accumulate=2)
+    return runs.make_setup(mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +106,8 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path
 ):
     first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
-    second = FinishedRun(tmp_path, runs.make_job(runs.make_setup(mesh="2,4,1"), steps=STEPS), first.store)
+    other_setup = runs.make_setup(mesh="2,4,1", dropout=runs.DROPOUT)
+    second = FinishedRun(tmp_path, runs.make_job(other_setup, steps=STEPS), first.store)
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
 
 
@@ -185,7 +185,8 @@ def test_loop_saves_only_parameters_without_optimizer_state(setup: runs.StepSetu
 
 
 def test_equal_jobs_end_in_equal_states(uninterrupted: FinishedRun, tmp_path: Path):
-    repeated = FinishedRun(tmp_path, replace(runs.make_job(runs.make_setup(mesh="1,2,4", accumulate=2)), steps=STEPS))
+    equal_setup = runs.make_setup(mesh="1,2,4", accumulate=2, dropout=runs.DROPOUT)
+    repeated = FinishedRun(tmp_path, runs.make_job(equal_setup, steps=STEPS))
     assert runs.state_bytes(repeated.loop.state) == runs.state_bytes(uninterrupted.loop.state)
 
 

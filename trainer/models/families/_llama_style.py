@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.models import rows
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive, read_sliding_windows
+from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
 from trainer.models.errors import PrepError
 from trainer.models.parameters import MAX_LAYERS, NEVER, Condition, Family, HFConfig, TreeLayout, read_size
 from trainer.models.rope_config import Rope, read_rope
@@ -23,6 +24,7 @@ def build_family(
     tied_by_default: bool,
     layouts: Callable[[Parameters], Mapping[str, TreeLayout]] = lambda parameters: {},
     dropped: Mapping[str, str] = LEGACY_BUFFERS,
+    dropout_fields: DropoutFields = ATTENTION_DROPOUT,
 ) -> Family:
     """Return a family whose files name their tensors as LLaMA's do.
 
@@ -34,6 +36,7 @@ def build_family(
         tied_by_default: Whether the head is tied if the config does not say.
         layouts: Trees of other libraries, from the parameters of the model.
         dropped: Pattern of tensors to ignore -> their description.
+        dropout_fields: Fields of the config with dropout rates.
     """
     parameters = {
         **embedding("tokens", "vocab embed <- embed_tokens.weight: vocab embed"),
@@ -50,6 +53,7 @@ def build_family(
         tied_by_default=tied_by_default,
         dropped=dropped,
         layouts=layouts(parameters),
+        dropout_fields=dropout_fields,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig
@@ -58,4 +59,7 @@ FAMILY = build_family(
     tied_by_default=True,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,
+    dropout_fields=DropoutFields(
+        attention=("attn_pdrop", 0.1), residual=("resid_pdrop", 0.1), embedding=("embd_pdrop", 0.1)
+    ),
 )

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields, windows_by_layer_type
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import ALWAYS, MAX_LAYERS, HFConfig, read_size
@@ -73,4 +74,5 @@ FAMILY = build_family(
     tied_by_default=True,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,
+    dropout_fields=DropoutFields(residual=("resid_dropout", 0.0), embedding=("embed_dropout", 0.0)),
 )

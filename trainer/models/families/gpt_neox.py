@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, read_positive, reject_unsupported_fields
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.parameters import HFConfig
 from trainer.models.rope_config import read_rope
@@ -71,4 +72,5 @@ FAMILY = build_family(
     parameters=PARAMETERS,
     tied_by_default=False,
     dropped=LEGACY_BUFFERS,
+    dropout_fields=DropoutFields(residual=("hidden_dropout", 0.0), embedding=("hidden_dropout", 0.0)),
 )

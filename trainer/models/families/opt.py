@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import ArchConfig, read_positive, reject_unsupported_fields
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _gpt_style
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import HFConfig, read_size
@@ -99,4 +100,5 @@ FAMILY = build_family(
     tied_by_default=True,
     dropped=LEGACY_BUFFERS,
     layouts=LAYOUTS,
+    dropout_fields=DropoutFields(residual=("dropout", 0.1)),
 )

@@ -11,6 +11,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
     uniform_windows,
 )
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, read_size
 from trainer.models.rope_config import read_rope
@@ -67,4 +68,5 @@ FAMILY = _llama_style.build_family(
         **matrix("mlp.up", f"{GATE_UP}: (gate_up=1 mlp) embed"),
         **matrix("mlp.down", "embed mlp <- mlp.down_proj.weight: embed mlp"),
     },
+    dropout_fields=DropoutFields(residual=("resid_pdrop", 0.0)),
 )

@@ -13,6 +13,7 @@ from trainer.models.architecture import (
     read_positive,
     reject_unsupported_fields,
 )
+from trainer.models.dropout_config import DropoutFields
 from trainer.models.errors import PrepError
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
@@ -168,4 +169,7 @@ FAMILY = Family(
         PARAMETERS, prefix="", norm_name="weight", allows_tied_head=True, ignored_fields=("scale_decoder_outputs",)
     ),
     duplicates={f"{stack_name}.embed_tokens.weight": "shared.weight" for stack_name in ("encoder", "decoder")},
+    dropout_fields=DropoutFields(
+        attention=("dropout_rate", 0.1), residual=("dropout_rate", 0.1), embedding=("dropout_rate", 0.1)
+    ),
 )

@@ -4,6 +4,11 @@ The forward pass is FlashAttention's online softmax (arXiv:2205.14135, algorithm
 query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). Both passes
 skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in float32.
 
+Dropout multiplies the probabilities P by a mask M of elements 0 or 1 / (1 - rate): the output is O = (P * M) V. The
+forward pass applies M to the weights of the values, not to the normalizer. With dA = dO V^T, the gradient of P * M, the
+gradient of the scores is P * (dA * M - r) with r = sum_s P * (dA * M) = sum_s (P * M) * dA. For each query this is
+dO . O, as without dropout.
+
 Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width,
 N tiles of queries or keys, t queries and s keys of a tile.
 """
@@ -22,6 +27,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.score_bias import ScoreBias
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
@@ -59,6 +65,7 @@ class _Constants(NamedTuple):
     q_labels: _Labels
     kv_labels: _Labels
     score_scale: Array  # float32 []
+    dropout: AttentionDropout | None
 
 
 class _SoftmaxState(NamedTuple):
@@ -99,7 +106,7 @@ def blockwise_attention(
         q: Queries [B, T, H, E].
         kv: Keys and values [B, S, K, E]; K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
-        mask: Visible keys, score bias and the layer's score scale.
+        mask: Visible keys, score bias, dropout and the layer's score scale.
         options: Sizes of tiles; lengths need not be multiples of them.
 
     Returns:
@@ -123,6 +130,7 @@ def blockwise_attention(
         _pad_labels(_Labels(mask.q_positions, mask.q_segment_ids), q_padding, Q_PADDING),
         _pad_labels(_Labels(mask.kv_positions, mask.kv_segment_ids, valid), kv_padding, KV_PADDING),
         jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
+        mask.dropout,
     )
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = _attend(
@@ -176,8 +184,9 @@ def _forward(
             keys, values, kv_labels = kv_tile
 
             def update(state: _SoftmaxState) -> _SoftmaxState:
-                scores, _ = _masked_scores(config, queries, keys, bias_table, labels.score_scale, q_labels, kv_labels)
-                return _update_softmax(state, scores, values)
+                mask = _tile_mask(config, labels, q_labels, kv_labels)
+                scores, _ = _masked_scores(config, queries, keys, bias_table, mask)
+                return _update_softmax(state, scores, values, mask)
 
             return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
 
@@ -191,13 +200,14 @@ def _forward(
     return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
 
 
-def _update_softmax(state: _SoftmaxState, scores: Array, values: Array) -> _SoftmaxState:
+def _update_softmax(state: _SoftmaxState, scores: Array, values: Array, mask: AttentionMask) -> _SoftmaxState:
     """Add the keys of a tile: scores [B, K, G, t, s] and values [B, s, K, E]."""
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
+    kept = mask.drop(weights).astype(values.dtype)
     return _SoftmaxState(
-        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bske->bkgte", weights.astype(values.dtype), values),
+        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bske->bkgte", kept, values),
         maximum,
         state.normalizer * rescale + weights.sum(-1),
     )
@@ -228,18 +238,18 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
 
             def update(gradients: _Gradients) -> _Gradients:
-                scores, d_scores_d_dots = _masked_scores(
-                    config, queries, keys, saved.bias_table, labels.score_scale, q_labels, kv_labels
-                )
+                mask = _tile_mask(config, labels, q_labels, kv_labels)
+                scores, d_scores_d_dots = _masked_scores(config, queries, keys, saved.bias_table, mask)
                 probabilities = jnp.exp(scores - log_normalizer[..., None])
-                d_scores = probabilities * (_einsum("btkge,bske->bkgts", d_output, values) - row_dot)
+                d_probabilities = mask.drop(_einsum("btkge,bske->bkgts", d_output, values))
+                d_scores = probabilities * (d_probabilities - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
-                d_values = _einsum("bkgts,btkge->bske", probabilities.astype(d_output.dtype), d_output)
+                d_values = _einsum("bkgts,btkge->bske", mask.drop(probabilities).astype(d_output.dtype), d_output)
                 return _Gradients(
                     gradients.q + _einsum("bkgts,bske->btkge", d_dots, keys),
                     gradients.k_tiles.at[index].add(_einsum("bkgts,btkge->bske", d_dots, queries)),
                     gradients.v_tiles.at[index].add(d_values),
-                    _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, q_labels, kv_labels),
+                    _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, mask),
                 )
 
             return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
@@ -261,68 +271,57 @@ _attend.defvjp(_forward, _backward)
 
 
 def _masked_scores(
-    config: _TileConfig,
-    queries: Array,
-    keys: Array,
-    bias_table: Array | None,
-    score_scale: Array,
-    q_labels: _Labels,
-    kv_labels: _Labels,
+    config: _TileConfig, queries: Array, keys: Array, bias_table: Array | None, mask: AttentionMask
 ) -> tuple[Array, Array]:
     """Compute the scores of a tile, float32 [B, K, G, t, s], and their derivative by the dot products of q and k.
 
     Scores of keys that are not visible are -inf.
     """
-    scale = config.scale * score_scale
+    assert mask.layer_score_scale is not None
+    scale = config.scale * mask.layer_score_scale
     scores = _einsum("btkge,bske->bkgts", queries, keys) * scale
     derivative = scale
     if config.softcap != NO_SOFTCAP:
         ratio = jnp.tanh(scores / config.softcap)
         scores, derivative = config.softcap * ratio, scale * (1.0 - jnp.square(ratio))
-    mask = _tile_mask(config, q_labels, kv_labels)
     if bias_table is not None:
-        scores = scores + _tile_bias(config, bias_table, q_labels, kv_labels).reshape(-1, *scores.shape[1:])
+        scores = scores + _tile_bias(config, bias_table, mask).reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     return scores, derivative
 
 
-def _tile_mask(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> AttentionMask:
-    """Return the mask of a tile; its rule of visible keys is the one of whole sequences."""
+def _tile_mask(config: _TileConfig, constants: _Constants, q_labels: _Labels, kv_labels: _Labels) -> AttentionMask:
+    """Return the mask of a tile; its rules of visible keys and of dropout are those of whole sequences."""
     return AttentionMask(
         q_positions=q_labels.positions,
         kv_positions=kv_labels.positions,
         kv_valid=kv_labels.valid,
         q_segment_ids=q_labels.segment_ids,
         kv_segment_ids=kv_labels.segment_ids,
+        layer_score_scale=constants.score_scale,
+        dropout=constants.dropout,
         window=config.window,
         is_causal=config.is_causal,
     )
 
 
-def _tile_bias(config: _TileConfig, bias_table: Array, q_labels: _Labels, kv_labels: _Labels) -> Array:
+def _tile_bias(config: _TileConfig, bias_table: Array, mask: AttentionMask) -> Array:
     """Compute the score bias of a tile [B or 1, H, t, s]."""
     assert config.bias_config is not None
-    assert q_labels.positions is not None
-    assert kv_labels.positions is not None
+    assert mask.q_positions is not None
+    assert mask.kv_positions is not None
     bias = ScoreBias(bias_table, config.bias_config, config.sharding)
-    return bias.materialize(q_labels.positions, kv_labels.positions)
+    return bias.materialize(mask.q_positions, mask.kv_positions)
 
 
 def _add_bias_gradient(
-    gradient: Array | None,
-    config: _TileConfig,
-    bias_table: Array | None,
-    d_scores: Array,
-    q_labels: _Labels,
-    kv_labels: _Labels,
+    gradient: Array | None, config: _TileConfig, bias_table: Array | None, d_scores: Array, mask: AttentionMask
 ) -> Array | None:
     """Add the gradient of a tile's scores [B, K, G, t, s] to the one of the bias table."""
     if bias_table is None or gradient is None:
         return None
-    bias, pullback = jax.vjp(
-        lambda table: _tile_bias(config, table, q_labels, kv_labels), bias_table.astype(jnp.float32)
-    )
+    bias, pullback = jax.vjp(lambda table: _tile_bias(config, table, mask), bias_table.astype(jnp.float32))
     d_bias = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])  # [B, H, t, s]
     d_bias = d_bias.sum(0, keepdims=True) if bias.shape[0] == 1 else d_bias
     return gradient + pullback(d_bias)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, nn
 
-from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -18,7 +18,7 @@ MASKED_SCORE = -1e30  # finite, so that the softmax of a row without any visible
 def reference_attention(
     q: Array, kv: KV, arch_config: ArchConfig, mask: AttentionMask, options: AttentionOptions
 ) -> Array:
-    """Compute softmax(q k^T * scale) v in float32 (Vaswani et al. 2017, equation 1).
+    """Compute softmax(q k^T * scale) v in float32 (Vaswani et al. 2017, equation 1), with dropout after the softmax.
 
     In einsum subscripts `k` is a key and value head and `g` a query head of its group.
 
@@ -26,7 +26,7 @@ def reference_attention(
         q: Queries [B, T, H, E].
         kv: Keys and values [B, S, K, E]; K divides H.
         arch_config: `attn_scale` and `attn_logit_softcap`.
-        mask: Visible keys, score bias and the layer's score scale.
+        mask: Visible keys, score bias, dropout and the layer's score scale.
         options: Unused: there are no tiles.
 
     Returns:
@@ -44,6 +44,10 @@ def reference_attention(
     if (bias := mask.score_bias()) is not None:
         scores = scores + bias.reshape(-1, *scores.shape[1:])
     if (visible := mask.materialize()) is not None:
-        scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED_SCORE)
-    probabilities = nn.softmax(scores, axis=-1).astype(v.dtype)
+        visible = visible if visible.ndim == 2 else visible[:, None, None]
+        scores = jnp.where(visible, scores, MASKED_SCORE)
+    probabilities = nn.softmax(scores, axis=-1)
+    if visible is not None and mask.kv_valid is not None and mask.window != FULL_ATTENTION:
+        probabilities = jnp.where(visible, probabilities, 0)  # a window may have no valid key; blockwise returns 0 then
+    probabilities = mask.drop(probabilities).astype(v.dtype)
     return jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)

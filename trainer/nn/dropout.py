@@ -1,0 +1,210 @@
+"""Dropout and forgetful causal masking as functions of the seed, the step and the coordinates of an element.
+
+The mask of an element depends on the seed, the step, the stack (encoder or decoder), the layer, the site, the row of
+the step's batch, and the element's own coordinates: head, query position and key position of a probability, position
+and feature of a hidden state, position of a key. It does not depend on tiles, chunks, devices, micro-batches or
+layouts, and a resumed run draws the masks of the uninterrupted one.
+
+Axes: B rows of the batch, T queries or tokens, S keys, H query heads, K key and value heads, G = H / K query heads of
+a group, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from trainer.models.dropout_config import DropoutConfig
+from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
+
+SITES_PER_LAYER = 16  # at least the number of sites; it enters the keys, so another number changes all masks
+UNIT_RATIO = 1 << 16  # the ratios of forgetful causal masking are multiples of 1 / UNIT_RATIO
+
+
+class Stack(IntEnum):
+    """The stacks of layers, by number. The numbers enter the keys."""
+
+    DECODER = 0
+    ENCODER = 1
+
+
+class Site(IntEnum):
+    """The places of random masks in a stack, by number. The numbers enter the keys."""
+
+    ATTENTION = 0
+    CROSS_ATTENTION = 1
+    ATTENTION_RESIDUAL = 2
+    CROSS_RESIDUAL = 3
+    MLP_RESIDUAL = 4
+    EMBEDDING = 5
+    FORGOTTEN_KEYS = 6
+    FORGOTTEN_RATIO = 7
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["row_keys", "head_ids"], meta_fields=["rate"])
+@dataclass(frozen=True, slots=True)
+class AttentionDropout:
+    """Dropout of the attention probabilities of one layer.
+
+    Attributes:
+        row_keys: Key of each row [B].
+        head_ids: Index of each query head in the model, uint32 [H].
+        rate: Fraction of the probabilities to drop.
+    """
+
+    row_keys: RandomKey
+    head_ids: Array
+    rate: float
+
+    def apply(self, x: Array, q_positions: Array, kv_positions: Array) -> Array:
+        """Drop elements of all probabilities, or of those of a tile, and scale the rest by 1 / (1 - rate).
+
+        Args:
+            x: Probabilities or their gradient [B, K, G, T, S].
+            q_positions: int32 [T], or [B or 1, T].
+            kv_positions: int32 [S], or [B or 1, S].
+        """
+        query_keys = derive_key(self.row_keys.reshape(-1, 1, 1), self.head_ids[:, None], q_positions[..., None, :])
+        index = kv_positions[..., None, None, None, :]
+        return drop(x, query_keys.reshape(*x.shape[:-1], 1), index, self.rate)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDropout:
+    """The random masks of one layer in one step.
+
+    Attributes:
+        config: The rates.
+        row_keys: Key of each site and row [SITES_PER_LAYER, B].
+        positions: Position of each token, int32 [T], or [B, T] if rows differ.
+    """
+
+    config: DropoutConfig
+    row_keys: RandomKey
+    positions: Array
+
+    def attention(self, site: Site, num_heads: int) -> AttentionDropout | None:
+        """Return the dropout of attention probabilities; None if the rate is 0."""
+        if not self.config.attention:
+            return None
+        head_ids = jnp.arange(num_heads, dtype=jnp.uint32)
+        return AttentionDropout(self._site_keys(site), head_ids, self.config.attention)
+
+    def drop_residual(self, x: Array, site: Site) -> Array:
+        """Drop elements of the output [B, T, D] of attention or MLP."""
+        return _drop_features(x, self._site_keys(site), self.positions, self.config.residual)
+
+    def _site_keys(self, site: Site) -> RandomKey:
+        return RandomKey(*(words[site] for words in self.row_keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """The random masks of a stack of layers in one step.
+
+    Attributes:
+        config: The rates.
+        key: Key of the seed, the step and the stack, [].
+        row_ids: Row of the step's batch of each row, uint32 [B].
+    """
+
+    config: DropoutConfig
+    key: RandomKey
+    row_ids: Array
+
+    def for_stack(self, stack: Stack) -> Dropout:
+        """Return the random masks of a stack, given those of the step."""
+        return Dropout(self.config, derive_key(self.key, stack), self.row_ids)
+
+    def layer_keys(self, num_layers: int) -> RandomKey | None:
+        """Return the key of each layer, site and row [num_layers, SITES_PER_LAYER, B]; None if layers need none."""
+        if not (self.config.attention or self.config.residual):
+            return None
+        numbers = jnp.arange(num_layers * SITES_PER_LAYER).reshape(num_layers, SITES_PER_LAYER, 1)
+        return derive_key(self.key, numbers, self.row_ids)
+
+    def for_layer(self, row_keys: RandomKey | None, positions: Array | None) -> LayerDropout | None:
+        """Return the random masks of a layer, given its part of `layer_keys`; None if it needs none."""
+        if row_keys is None:
+            return None
+        assert positions is not None
+        return LayerDropout(self.config, row_keys, positions)
+
+    def drop_embedding(self, x: Array, positions: Array) -> Array:
+        """Drop elements of the input [B, T, D] of the first layer; positions are [T] or [B, T]."""
+        return _drop_features(x, derive_key(self.key, Site.EMBEDDING, self.row_ids), positions, self.config.embedding)
+
+    def remembered_keys(self, positions: Array) -> Array | None:
+        """Draw the keys that forgetful causal masking (arXiv:2210.13432) leaves visible.
+
+        The ratio of hidden keys is uniform between the two of `fcm_ratio`, one per row. All layers hide the same keys.
+        The key at position 0 is always visible. Integers decide, so that no device rounds differently.
+
+        Args:
+            positions: Position of each key, int32 [S] or [B, S].
+
+        Returns:
+            bool [B, S]; None if no key is hidden.
+        """
+        if not any(self.config.fcm_ratio):
+            return None
+        low, high = (min(round(ratio * UNIT_RATIO), UNIT_RATIO - 1) for ratio in self.config.fcm_ratio)
+        ratio_bits = random_bits(derive_key(self.key, Site.FORGOTTEN_RATIO, self.row_ids), uint32(0))
+        threshold = uint32(low * UNIT_RATIO) + (ratio_bits >> 16) * (high - low)  # ratio * 2^32
+        row_keys = derive_key(self.key, Site.FORGOTTEN_KEYS, self.row_ids).reshape(-1, 1)
+        return (random_bits(row_keys, positions) >= threshold[:, None]) | (positions == 0)
+
+
+def step_dropout(config: DropoutConfig, *, seed: int, step: Array, row_ids: Array) -> Dropout:
+    """Return the random masks of a step; `for_stack` derives those of each stack.
+
+    Args:
+        config: The rates.
+        seed: The seed of the run, from 0 to 2^32 - 1.
+        step: Number of the step, int32 [].
+        row_ids: Row of the step's batch of each row, uint32 [B].
+    """
+    return Dropout(config, derive_key(RandomKey(uint32(seed), uint32(0)), step), row_ids)
+
+
+def _drop_features(x: Array, row_keys: RandomKey, positions: Array, rate: float) -> Array:
+    """Drop elements of [B, T, D] by row, position and feature."""
+    if not rate:
+        return x
+    keys = derive_key(row_keys.reshape(-1, 1), positions)
+    return drop(x, keys.reshape(*keys.first.shape, 1), jnp.arange(x.shape[-1]), rate)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def drop(x: Array, keys: RandomKey, index: Array, rate: float) -> Array:
+    """Drop elements of an array, and scale the rest by 1 / (1 - rate) (Srivastava et al. 2014, inverted).
+
+    The backward pass computes the mask again instead of saving it.
+
+    Args:
+        x: Floating-point array.
+        keys: Random streams; they broadcast to the shape of `x`.
+        index: Index of each element in its stream; broadcasts to the shape of `x`.
+        rate: Fraction of the elements to drop, from 0 to below 1.
+    """
+    threshold = min(round(rate * 2**32), 2**32 - 1)
+    is_kept = random_bits(keys, index) >= uint32(threshold)
+    return jnp.where(is_kept, (x.astype(jnp.float32) / (1 - rate)).astype(x.dtype), 0)
+
+
+def _drop_forward(x: Array, keys: RandomKey, index: Array, rate: float) -> tuple[Array, tuple[RandomKey, Array]]:
+    return drop(x, keys, index, rate), (keys, index)
+
+
+def _drop_backward(rate: float, saved: tuple[RandomKey, Array], gradient: Array) -> tuple[Array, None, None]:
+    # Without the barrier the compiler would merge the mask with that of the forward pass, and keep it.
+    gradient, (keys, index) = lax.optimization_barrier((gradient, saved))
+    return drop(gradient, keys, index, rate), None, None
+
+
+drop.defvjp(_drop_forward, _drop_backward)

@@ -1,0 +1,60 @@
+"""Random numbers as a function of integers: the same on every device, in every order and for every shape of a call.
+
+Keys come from Threefry-2x32 with 20 rounds, a counter-based generator (Salmon et al. 2011,
+https://doi.org/10.1145/2063384.2063405, section 5.2), which computes about 110 operations per key. A key is the start
+of a stream of bits, one uint32 per index, which are cheaper: two rounds of a multiplicative hash with the constants of
+https://github.com/skeeto/hash-prospector (`21f0aaad`, `d35a2d97`), with one word of the key before each round.
+
+All functions broadcast their arguments. Their arithmetic is modulo 2^32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+KEY_PARITY = np.uint32(0x1BD11BDA)
+MULTIPLIERS = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
+
+
+class RandomKey(NamedTuple):
+    """The keys of random streams: two uint32 arrays of the same shape, or of shapes that broadcast."""
+
+    first: Array
+    second: Array
+
+    def reshape(self, *shape: int) -> RandomKey:
+        """Return the keys in another shape."""
+        return RandomKey(self.first.reshape(shape), self.second.reshape(shape))
+
+
+def uint32(value: Array | int) -> Array:
+    """Return an integer modulo 2^32."""
+    return value.astype(jnp.uint32) if isinstance(value, Array) else jnp.uint32(value)
+
+
+def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> RandomKey:
+    """Derive a key from a key and two integers, by Threefry-2x32 of the integers.
+
+    Distinct pairs of integers have distinct keys.
+    """
+    schedule = (key.first, key.second, key.first ^ key.second ^ KEY_PARITY)
+    x, y = uint32(first) + schedule[0], uint32(second) + schedule[1]
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            x = x + y
+            y = (y << rotation | y >> (32 - rotation)) ^ x
+        x, y = x + schedule[(group + 1) % 3], y + (schedule[(group + 2) % 3] + (group + 1))
+    return RandomKey(x, y)
+
+
+def random_bits(key: RandomKey, index: Array) -> Array:
+    """Return the uint32 at an index of each stream."""
+    x = uint32(index) ^ key.first
+    x = (x ^ x >> 16) * MULTIPLIERS[0] + key.second
+    x = (x ^ x >> 15) * MULTIPLIERS[1]
+    return x ^ x >> 15
