@@ -18,6 +18,7 @@ from trainer.models.chunk_sizes import WHOLE, chunk_length
 from trainer.models.memory_estimate import STATE_COPIES, MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
+from trainer.planning.step_inputs import context_warnings, step_inputs
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -46,11 +47,10 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    from trainer.training.preflight import context_warnings, memory_run
-
-    assert sharding.device_mesh is not None
+    assert sharding.mesh is not None and sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    run = memory_run(recipe, model, sharding, widens_bfloat16=devices[0].platform == "cpu")
+    is_cpu = devices[0].platform == "cpu"
+    run = step_inputs(recipe, model, mesh=sharding.mesh, rules=sharding.rules, widens_bfloat16=is_cpu)
     estimated, available = estimate_memory(run), device_memory_nbytes(devices, host_memory())
     if is_dry_run:
         ui.note(memory_table(run, estimated, available))

@@ -1,0 +1,85 @@
+"""Search of the meshes of a number of devices on which a training step fits, the fastest first."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.models.errors import PrepError
+from trainer.models.mesh import MESH_AXES, parse_mesh
+from trainer.models.partition import Rules, activation_rules
+from trainer.planning.device_kinds import DeviceKind
+from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_values
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOption:
+    """A mesh on which the step fits, with its plan and its estimate."""
+
+    plan: TrainingPlan
+    estimate: KindEstimate
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSearch:
+    """The result of a search.
+
+    Attributes:
+        options: Meshes on which the step fits, the fastest first.
+        num_too_large: Meshes on which it does not fit.
+        refusals: Number of meshes that do not divide the model or the batch, by the reason.
+    """
+
+    options: tuple[MeshOption, ...]
+    num_too_large: int
+    refusals: Counter[str]
+
+
+def search_meshes(
+    recipe: Recipe, model: PlannedModel, rules: Rules, *, kind: DeviceKind, num_devices: int
+) -> MeshSearch:
+    """Plan a step on every mesh of a number of devices.
+
+    Args:
+        recipe: The recipe; its mesh is not used.
+        model: The model to train.
+        rules: Mesh axes of each logical dim.
+        kind: The accelerators.
+        num_devices: Number of devices.
+    """
+    options: list[MeshOption] = []
+    refusals: Counter[str] = Counter()
+    num_too_large = 0
+    for mesh in _meshes(num_devices, rules):
+        try:
+            plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules)
+        except PrepError as error:
+            refusals[error.what] += 1
+            continue
+        estimate = plan.on(kind)
+        options += [MeshOption(plan, estimate)] if estimate.fits else []
+        num_too_large += not estimate.fits
+    options.sort(key=lambda option: (option.estimate.time.step_s, option.plan.memory.peak))
+    return MeshSearch(tuple(options), num_too_large, refusals)
+
+
+def _meshes(num_devices: int, rules: Rules) -> Iterator[str]:
+    """Yield the meshes of a number of devices; with sp only if it splits the computation."""
+    splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
+    axes = MESH_AXES if splits_seq else MESH_AXES[:3]
+    for sizes in _factorizations(num_devices, len(axes)):
+        yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))))
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `count` positive integers with a product."""
+    if count == 1:
+        yield (number,)
+        return
+    for divisor in (d for d in range(1, math.isqrt(number) + 1) if number % d == 0):
+        for first in sorted({divisor, number // divisor}):
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
