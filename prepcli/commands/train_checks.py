@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prepcli.commands.machine import cgroup_memory_limit, system_memory
+from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Ui, format_table
+from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
-from trainer.models.chunk_sizes import WHOLE, chunk_length
 from trainer.models.memory_estimate import STATE_COPIES, MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
@@ -47,13 +47,14 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    assert sharding.mesh is not None and sharding.device_mesh is not None
+    assert sharding.mesh is not None
+    assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
     is_cpu = devices[0].platform == "cpu"
     run = step_inputs(recipe, model, mesh=sharding.mesh, rules=sharding.rules, widens_bfloat16=is_cpu)
     estimated, available = estimate_memory(run), device_memory_nbytes(devices, host_memory())
     if is_dry_run:
-        ui.note(memory_table(run, estimated, available))
+        ui.note(memory_table(run, estimated, format_bytes(available) if available else "unknown"))
     for warning in filter(None, [*context_warnings(recipe, model), memory_warning(run, estimated, available)]):
         ui.warn(warning)
     if not saved_steps(folder):
@@ -80,34 +81,6 @@ def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None])
 def host_memory() -> dict[str, int | None]:
     """Return the free memory of this machine, and the limit of this process."""
     return {"available": system_memory().get("available"), "limit": cgroup_memory_limit()}
-
-
-def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
-    """Return the estimate of one device's memory as a table."""
-    lengths = (run.seq_length, max(run.seq_length, run.source_length))
-    tile = run.attention_tile or (WHOLE, WHOLE)
-    shape = [run.local_batch_size, run.local_extent("heads"), *map(chunk_length, tile, lengths)]
-    chunk = chunk_length(run.head_chunk_size, run.seq_length)
-    sizes = {
-        "parameters": estimated.parameters,
-        "moments": estimated.moments,
-        "gradients and updates": estimated.gradients,
-        f"saved by {len(run.arch_config.sliding_windows)} layers (remat {run.remat_policy})": estimated.saved,
-        "one layer at work": estimated.layer,
-        f"  of it scores {shape}": estimated.scores,
-        f"head and loss, {chunk} tokens": estimated.head,
-        "peak": estimated.peak,
-    }
-    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items()]
-    rows.append(("available", format_bytes(available_nbytes) if available_nbytes else "unknown"))
-    return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
-
-
-def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, Any]:
-    """Return the estimate in bytes, for the JSON object."""
-    names = ("parameters", "moments", "gradients", "saved", "layer", "scores", "head", "peak")
-    fits = None if available_nbytes is None else estimated.peak <= available_nbytes
-    return {name: getattr(estimated, name) for name in names} | {"available": available_nbytes, "fits": fits}
 
 
 def memory_warning(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
