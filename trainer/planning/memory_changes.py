@@ -11,6 +11,7 @@ from trainer.models.errors import PrepError
 from trainer.models.memory_inputs import SAVES_ALL
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import Rules
+from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
 
@@ -42,18 +43,20 @@ Replan = Callable[[Mapping[str, Any]], TrainingPlan | None]  # the plan with cha
 
 
 def find_memory_change(
-    plan: TrainingPlan, model: PlannedModel, rules: Rules, *, limit_nbytes: int
+    plan: TrainingPlan, model: PlannedModel, rules: Rules, *, limit_nbytes: int, max_devices: int = MAX_DEVICES
 ) -> MemoryChange | None:
     """Find changes after which a step's estimated peak is within a limit.
 
     Changes that keep the mesh are tried first: those that recompute or divide work, from the cheapest on. If they do
-    not suffice, larger meshes are tried as well. A change that is not needed in the end is left out.
+    not suffice, other meshes of as many devices are tried as well, and then larger ones. A change that is not needed
+    in the end is left out.
 
     Args:
         plan: The plan that exceeds the limit.
         model: The model to train.
         rules: Mesh axes of each logical dim.
         limit_nbytes: Memory of a device.
+        max_devices: Devices of the largest mesh to try.
 
     Returns:
         The changes; None if nothing suffices.
@@ -61,14 +64,15 @@ def find_memory_change(
 
     def replan(values: Mapping[str, Any]) -> TrainingPlan | None:
         try:
-            return plan_training(with_values(plan.recipe, values), model, rules)
+            recipe = with_values(plan.recipe, values)
+            return plan_training(recipe, model, rules, widens_bfloat16=plan.widens_bfloat16)
         except PrepError:
             return None
 
     applied = _apply_until_fit(plan, replan, limit_nbytes)
     if not _fits(applied.plan, limit_nbytes):
-        meshes = (replan({**applied.values, "mesh": mesh}) for mesh in _larger_meshes(plan))
-        fitting = next((larger for larger in meshes if larger and _fits(larger, limit_nbytes)), None)
+        meshes = (replan({**applied.values, "mesh": mesh}) for mesh in _other_meshes(plan, rules, max_devices))
+        fitting = next((other for other in meshes if other and _fits(other, limit_nbytes)), None)
         if fitting is None:
             return None
         applied = MemoryChange({**applied.values, "mesh": str(fitting.mesh)}, fitting)
@@ -141,11 +145,10 @@ def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
         yield {**values, "batch.accumulate": plan.inputs.local_batch_size * plan.inputs.accumulate}
 
 
-def _larger_meshes(plan: TrainingPlan) -> Iterator[str]:
-    """Yield meshes with more devices along fsdp or mp, the fewest devices first."""
-    sizes = {axis: plan.mesh.size(axis) for axis in ("dp", "fsdp", "mp", "sp")}
-    factors = [(1 << i, 1 << j) for i in range(13) for j in range(13)]
-    for fsdp, mp in sorted(factors, key=lambda pair: (pair[0] * pair[1], pair[1])):
-        if 1 < fsdp * mp <= MAX_DEVICES // plan.mesh.n_devices:
-            larger = sizes | {"fsdp": sizes["fsdp"] * fsdp, "mp": sizes["mp"] * mp}
-            yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in larger.items())))
+def _other_meshes(plan: TrainingPlan, rules: Rules, max_devices: int) -> Iterator[str]:
+    """Yield other meshes, the fewest devices first, then the least mp, and then the most fsdp."""
+    number = plan.mesh.n_devices
+    while number <= max_devices:
+        meshes = {mesh: parse_mesh(mesh) for mesh in meshes_of(number, rules)}
+        yield from sorted(meshes, key=lambda mesh: (meshes[mesh].size("mp"), -meshes[mesh].size("fsdp")))
+        number *= 2

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.models.errors import PrepError
-from trainer.models.mesh import MESH_AXES, parse_mesh
-from trainer.models.partition import Rules, activation_rules
+from trainer.models.partition import Rules
 from trainer.planning.device_kinds import DeviceKind
+from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_values
 from trainer.recipe import Recipe
@@ -29,7 +27,7 @@ class MeshSearch:
     """The result of a search.
 
     Attributes:
-        options: Meshes on which the step fits, the fastest first.
+        options: Meshes on which the step fits, the most tokens per second first.
         num_too_large: Meshes on which it does not fit.
         refusals: Number of meshes that do not divide the model or the batch, by the reason.
     """
@@ -54,7 +52,7 @@ def search_meshes(
     options: list[MeshOption] = []
     refusals: Counter[str] = Counter()
     num_too_large = 0
-    for mesh in _meshes(num_devices, rules):
+    for mesh in meshes_of(num_devices, rules):
         try:
             plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules)
         except PrepError as error:
@@ -63,23 +61,5 @@ def search_meshes(
         estimate = plan.on(kind)
         options += [MeshOption(plan, estimate)] if estimate.fits else []
         num_too_large += not estimate.fits
-    options.sort(key=lambda option: (option.estimate.time.step_s, option.plan.memory.peak))
+    options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
     return MeshSearch(tuple(options), num_too_large, refusals)
-
-
-def _meshes(num_devices: int, rules: Rules) -> Iterator[str]:
-    """Yield the meshes of a number of devices; with sp only if it splits the computation."""
-    splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
-    axes = MESH_AXES if splits_seq else MESH_AXES[:3]
-    for sizes in _factorizations(num_devices, len(axes)):
-        yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))))
-
-
-def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all tuples of `count` positive integers with a product."""
-    if count == 1:
-        yield (number,)
-        return
-    for divisor in (d for d in range(1, math.isqrt(number) + 1) if number % d == 0):
-        for first in sorted({divisor, number // divisor}):
-            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))

@@ -51,6 +51,7 @@ class TrainingPlan:
         memory: Memory of one device.
         flops: Operations of all devices.
         traffic: Communication of one device, by mesh axis.
+        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
     """
 
     recipe: Recipe
@@ -59,6 +60,7 @@ class TrainingPlan:
     memory: MemoryEstimate
     flops: StepFlops
     traffic: tuple[AxisTraffic, ...]
+    widens_bfloat16: bool = False
 
     @property
     def tokens(self) -> int:
@@ -79,13 +81,14 @@ class TrainingPlan:
         )
 
 
-def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules) -> TrainingPlan:
+def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules, *, widens_bfloat16: bool = False) -> TrainingPlan:
     """Plan a training step.
 
     Args:
         recipe: The recipe; its mesh has no open axis.
         model: The model to train.
         rules: Mesh axes of each logical dim.
+        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
 
     Raises:
         UsageError: The mesh has an open axis or does not divide a parameter, or the batch does not divide among the
@@ -95,7 +98,7 @@ def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules) -> Training
     shapes = model.shapes(mesh, rules)
     for leaf in shapes.leaves.values():
         partition_spec(leaf.dims, leaf.shape, mesh, rules)
-    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules)
+    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules, widens_bfloat16=widens_bfloat16)
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,
@@ -103,6 +106,7 @@ def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules) -> Training
         memory=estimate_memory(inputs),
         flops=count_step_flops(inputs),
         traffic=tuple(axis_traffic(inputs)),
+        widens_bfloat16=widens_bfloat16,
     )
 
 
