@@ -14,7 +14,7 @@ from prepcli.commands.plan_target import PlanTarget, resolve_target
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import usage_error
 from trainer.models.mesh import parse_mesh, resolve_mesh
-from trainer.planning.device_kinds import DEVICE_KINDS, DeviceKind, parse_devices
+from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
 from trainer.planning.mesh_search import search_meshes
 from trainer.planning.step_inputs import context_warnings
@@ -39,7 +39,7 @@ class PlanRequest:
 class _Devices:
     """The accelerators of a request; None where it does not say."""
 
-    kind: DeviceKind | None
+    kind: Accelerator | None
     number: int | None
 
 
@@ -93,7 +93,7 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
     training_plan = replan({})
     for warning in context_warnings(recipe, training_plan.inputs):
         ui.warn(warning)
-    kinds = [training_plan.on(kind) for kind in ([devices.kind] if devices.kind else DEVICE_KINDS.values())]
+    kinds = [training_plan.on(kind) for kind in ([devices.kind] if devices.kind else ACCELERATORS.values())]
     change = _find_change(training_plan, target, devices.kind)
     does_not_fit = devices.kind is not None and not kinds[0].fits
     advice = change_text(change) if does_not_fit else ""
@@ -116,7 +116,7 @@ def _resolved_mesh(mesh: str, devices: _Devices) -> str:
     return str(parsed)
 
 
-def _find_change(training_plan: TrainingPlan, target: PlanTarget, kind: DeviceKind | None) -> MemoryChange | None:
+def _find_change(training_plan: TrainingPlan, target: PlanTarget, kind: Accelerator | None) -> MemoryChange | None:
     """Return changes that make the step fit on a kind of device; None if it fits or no kind is given."""
     if kind is None or training_plan.memory.peak <= kind.memory_nbytes:
         return None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_estimate import layer_stacks
 from trainer.models.memory_inputs import FLOAT32, SAVES_ALL, MemoryInputs
+from trainer.planning.step_flops import row_length
 
 WEIGHT_GATHERS = 2  # forward and backward pass
 PARALLEL_BLOCKS = ("parallel", "parallel_one_norm")  # attention and MLP share their input
@@ -82,7 +83,7 @@ def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the elements that the layers of a stack gather and scatter."""
     num_blocks = 1 if stack.arch_config.block_type in PARALLEL_BLOCKS else 1 + len(stack.kv_lengths)
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
-    return 2 * num_passes * num_blocks * stack.num_layers * _residual_size(inputs, stack.seq_length)
+    return 2 * num_passes * num_blocks * stack.num_layers * _residual_size(inputs, row_length(inputs, stack))
 
 
 def _residual_size(inputs: MemoryInputs, length: int) -> int:
@@ -97,12 +98,12 @@ def _sp_nbytes(inputs: MemoryInputs) -> int:
 
 def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the bytes of keys and values that a stack's layers send; 0 if sp does not split them."""
-    num_shards = inputs.num_seq_shards(stack.seq_length)
-    if num_shards == 1:
+    length = row_length(inputs, stack)
+    if inputs.num_seq_shards(length) == 1:
         return 0
     kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
-    kv_size = 2 * inputs.local_batch_size * stack.seq_length * kv_heads * inputs.local_extent("head_dim")
+    kv_size = 2 * inputs.local_batch_size * length * kv_heads * inputs.local_extent("head_dim")
     return stack.num_layers * kv_size * (num_passes * inputs.itemsize + FLOAT32)
 
 

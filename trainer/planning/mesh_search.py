@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.models.errors import PrepError
 from trainer.models.partition import Rules
-from trainer.planning.device_kinds import DeviceKind
+from trainer.planning.accelerators import Accelerator
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_values
@@ -38,7 +38,7 @@ class MeshSearch:
 
 
 def search_meshes(
-    recipe: Recipe, model: PlannedModel, rules: Rules, *, kind: DeviceKind, num_devices: int
+    recipe: Recipe, model: PlannedModel, rules: Rules, *, kind: Accelerator, num_devices: int
 ) -> MeshSearch:
     """Plan a step on every mesh of a number of devices.
 

@@ -24,6 +24,7 @@ from trainer.models.param_tree import ParamLeaf
 TRAINING_PASSES = 3  # a forward pass, and a backward pass of twice its operations
 HEAD = "head.weight"
 EMBEDDING = "embed.tokens"
+EXPERTS = "experts"
 SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")  # parts of paths of matrices that multiply the encoder's output
 
 
@@ -90,30 +91,39 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
 
 def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     """Count the operations of the forward pass of a decoder's or an encoder's layers."""
-    num_sequences = inputs.accumulate * inputs.micro_batch_size
+    num_sequences, length = inputs.accumulate * inputs.micro_batch_size, row_length(inputs, stack)
     num_projections = sum(_leaf_flops(inputs, stack, leaf) for leaf in stack.layer_leaves())
     pair_flops = 4 * num_sequences * inputs.extent("heads") * inputs.extent("head_dim")
-    is_causal = stack.arch_config is not inputs.arch_config.encoder
     full = causal = dense = 0
-    for name, kv_length in stack.kv_lengths.items():
+    for name in stack.kv_lengths:
+        kv_length = length if name == "attn" else inputs.source_length
+        is_causal = name == "attn" and not is_encoder(inputs, stack)
         for window in stack.arch_config.sliding_windows:
-            window_pairs = stack.seq_length * min(window or kv_length, kv_length)
+            window_pairs = length * min(window or kv_length, kv_length)
             full += window_pairs
-            causal += _visible_pairs(stack.seq_length, window) if is_causal and name == "attn" else window_pairs
-            dense += stack.seq_length * kv_length
+            causal += _visible_pairs(length, window) if is_causal else window_pairs
+            dense += length * kv_length
     return _ForwardFlops(num_sequences * num_projections, pair_flops * full, pair_flops * causal, pair_flops * dense)
+
+
+def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
+    """Return whether layers are those of the encoder."""
+    return stack.arch_config is inputs.arch_config.encoder
+
+
+def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the tokens of a whole row of layers, of all devices along sp."""
+    return inputs.source_length if is_encoder(inputs, stack) else inputs.seq_length
 
 
 def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int:
     """Return the operations of a parameter for one sequence in the forward pass; 0 if it is no matrix."""
     if leaf.role != "matrix":
         return 0
-    size, length = math.prod(leaf.shape), stack.seq_length
-    if any(part in leaf.path for part in SOURCE_PROJECTIONS):
-        length = inputs.source_length
-    if (dim := ("experts",)) in leaf.dims and ".router." not in leaf.path:
-        size = size * inputs.arch_config.experts_per_token // inputs.leaf_extent(leaf, dim[0])
-    return 2 * size * length
+    size, is_of_source = math.prod(leaf.shape), any(part in leaf.path for part in SOURCE_PROJECTIONS)
+    if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
+        size = size * inputs.arch_config.experts_per_token // inputs.leaf_extent(leaf, EXPERTS)
+    return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
 
 
 def _visible_pairs(length: int, window: int) -> int:

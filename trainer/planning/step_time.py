@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from trainer.models.memory_estimate import MemoryEstimate
 from trainer.models.memory_inputs import MemoryInputs
+from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_strides
-from trainer.planning.device_kinds import DeviceKind
 from trainer.planning.step_flops import StepFlops
 
 # Share of the peak that large matrix products reach. Published model FLOPs utilizations of whole steps are 0.33 to
@@ -64,7 +64,7 @@ class StepTime:
 
 def estimate_step_time(
     inputs: MemoryInputs,
-    kind: DeviceKind,
+    kind: Accelerator,
     *,
     memory: MemoryEstimate,
     flops: StepFlops,

@@ -10,8 +10,8 @@ from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.partition import Rules, partition_spec
+from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
-from trainer.planning.device_kinds import DeviceKind
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import step_inputs
@@ -32,7 +32,7 @@ class KindEstimate:
         mfu_causal: The same without masked pairs.
     """
 
-    kind: DeviceKind
+    kind: Accelerator
     fits: bool
     time: StepTime
     tokens_per_s: float
@@ -67,7 +67,7 @@ class TrainingPlan:
         """Tokens of a step."""
         return step_tokens(self.inputs)
 
-    def on(self, kind: DeviceKind) -> KindEstimate:
+    def on(self, kind: Accelerator) -> KindEstimate:
         """Estimate the step on a kind of accelerator."""
         time = estimate_step_time(self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic)
         peak_step_flops = time.step_s * self.mesh.n_devices * kind.peak_flops

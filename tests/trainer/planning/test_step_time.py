@@ -9,12 +9,12 @@ import pytest
 from tests.helpers.training_plans import load_text
 from trainer.models.partition import DEFAULT_RULES
 from trainer.models.presets import PRESETS
-from trainer.planning.device_kinds import DEVICE_KINDS
+from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import model_of_config
 from trainer.planning.step_time import COMPUTE_EFFICIENCY, StepTime, compute_shards
 from trainer.planning.training_plan import TrainingPlan, plan_training
 
-V5P = DEVICE_KINDS["v5p"]
+V5P = ACCELERATORS["v5p"]
 
 
 def plan_7b(folder: Path, *overrides: str) -> TrainingPlan:
@@ -49,7 +49,7 @@ def test_communication_time_uses_the_bandwidth_of_the_axis(tmp_path: Path):
 
 def test_slow_networks_bound_the_step(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=64,1,1", "batch.size=64", "data.seq_length=128")
-    assert plan.on(DEVICE_KINDS["H100"]).time.bound == "overlapped communication"
+    assert plan.on(ACCELERATORS["H100"]).time.bound == "overlapped communication"
 
 
 def test_sp_divides_computation_only_if_it_splits_queries(tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.models.errors import UsageError
-from trainer.planning.device_kinds import DEVICE_KINDS, DeviceKind, parse_devices
+from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_parse_devices_suggests_a_similar_kind():
 
 
 def test_axis_bandwidth_depends_on_the_domain():
-    h100 = DEVICE_KINDS["H100"]
+    h100 = ACCELERATORS["H100"]
     assert h100.axis_bandwidth(8, 1) == h100.link_bandwidth, "within a node"
     assert h100.axis_bandwidth(64, 4) == 2 * h100.network_bandwidth, "two devices of each node are in the ring"
     assert h100.axis_bandwidth(64, 8) == h100.network_bandwidth
-    assert DEVICE_KINDS["v5p"].axis_bandwidth(64, 4) == DEVICE_KINDS["v5p"].link_bandwidth, "within a pod"
+    assert ACCELERATORS["v5p"].axis_bandwidth(64, 4) == ACCELERATORS["v5p"].link_bandwidth, "within a pod"
 
 
-@pytest.mark.parametrize("kind", DEVICE_KINDS.values(), ids=lambda kind: kind.name)
-def test_links_are_faster_than_the_network(kind: DeviceKind):
+@pytest.mark.parametrize("kind", ACCELERATORS.values(), ids=lambda kind: kind.name)
+def test_links_are_faster_than_the_network(kind: Accelerator):
     assert kind.memory_bandwidth > kind.link_bandwidth > kind.network_bandwidth

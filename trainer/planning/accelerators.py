@@ -25,7 +25,7 @@ TERA = 10**12
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceKind:
+class Accelerator:
     """A kind of accelerator.
 
     Attributes:
@@ -61,20 +61,20 @@ class DeviceKind:
 
 
 _KINDS = (
-    DeviceKind("v4", 32 * GB, 275 * TERA, 1228 * GB, 90 * GB, 4096, 6.25 * GB),
-    DeviceKind("v5e", 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
-    DeviceKind("v5p", 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
-    DeviceKind("v6e", 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
-    DeviceKind("A100-40", 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
-    DeviceKind("A100-80", 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
-    DeviceKind("H100", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
-    DeviceKind("H200", 141 * GB, 989 * TERA, 4800 * GB, 450 * GB, 8, 50 * GB),
-    DeviceKind("B200", 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
+    Accelerator("v4", 32 * GB, 275 * TERA, 1228 * GB, 90 * GB, 4096, 6.25 * GB),
+    Accelerator("v5e", 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
+    Accelerator("v5p", 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
+    Accelerator("v6e", 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
+    Accelerator("A100-40", 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("A100-80", 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("H100", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("H200", 141 * GB, 989 * TERA, 4800 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("B200", 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
 )
-DEVICE_KINDS = {kind.name: kind for kind in _KINDS}
+ACCELERATORS = {kind.name: kind for kind in _KINDS}
 
 
-def parse_devices(text: str) -> tuple[DeviceKind, int | None]:
+def parse_devices(text: str) -> tuple[Accelerator, int | None]:
     """Parse `KIND` or `KIND:NUMBER`, such as `v5p:256`.
 
     Returns:
@@ -84,10 +84,10 @@ def parse_devices(text: str) -> tuple[DeviceKind, int | None]:
         UsageError: The kind is unknown, or the number is not a positive integer.
     """
     name, colon, number = text.partition(":")
-    kinds = {known.lower(): known for known in DEVICE_KINDS}
+    kinds = {known.lower(): known for known in ACCELERATORS}
     if name.lower() not in kinds:
-        why, hint = f"known: {', '.join(DEVICE_KINDS)}", did_you_mean(name, DEVICE_KINDS)
+        why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
     if colon and not (number.isascii() and number.isdecimal() and 0 < int(number[:9]) == int(number)):
         raise usage_error(f"`--devices {text:.60}` is invalid", "it takes KIND or KIND:NUMBER", "`--devices v5p:256`")
-    return DEVICE_KINDS[kinds[name.lower()]], int(number) if colon else None
+    return ACCELERATORS[kinds[name.lower()]], int(number) if colon else None
