@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.training_plans import TINY, load_text, plan_text
+from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
 from trainer.models.errors import UsageError
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import DEFAULT_RULES
+from trainer.models.registry import FAMILIES
+from trainer.planning.accelerators import ACCELERATORS
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
-from trainer.planning.training_plan import with_values
+from trainer.planning.training_plan import plan_training, with_values
 
 
 def test_plan_has_the_memory_of_the_estimate(tmp_path: Path):
@@ -54,3 +56,17 @@ def test_with_values_changes_only_the_given_keys(tmp_path: Path):
     assert (changed.mesh, changed.model.ffn_chunk_size, changed.model.q_chunk_size) == ("1,2,4", 8, 4)
     assert changed.model.k_chunk_size == recipe.model.k_chunk_size
     assert recipe.model.ffn_chunk_size == -1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_planned(tmp_path: Path, name: str):
+    recipe = load_text(tmp_path, "mesh=1,2,2", text=RECIPE.replace('type = "text"', 'type = "json"'))
+    model = model_of_config({"model_type": name})
+    has_encoder = model.shapes(parse_mesh("1,1,1"), DEFAULT_RULES).arch_config.encoder is not None
+    if has_encoder:
+        recipe = with_values(recipe, {"data.source_length": 32})
+    plan = plan_training(recipe, model, DEFAULT_RULES)
+    assert 0 < plan.flops.attention_causal < plan.flops.model_causal <= plan.flops.executed
+    assert {axis.axis for axis in plan.traffic} == {"fsdp", "mp"}
+    estimate = plan.on(ACCELERATORS["B200"])
+    assert 0 < estimate.mfu_causal <= estimate.mfu_full < 1
