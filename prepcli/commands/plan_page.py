@@ -7,7 +7,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.plan_report import CAVEAT, KIND_HEADER, flops_rows, kind_rows, title_lines, traffic_rows
+from prepcli.commands.plan_report import (
+    CAVEAT,
+    KIND_HEADER,
+    TRAFFIC_HEADER,
+    flops_rows,
+    kind_rows,
+    title_lines,
+    traffic_rows,
+)
 from prepcli.console.formatting import format_bytes
 from prepcli.demo.svg import Bar, Curve, line_chart, stacked_bar
 from prepcli.inspection.html_page import html_table, write_html_page
@@ -56,7 +64,7 @@ def _body(
     yield from html_table(["part", "PFLOP"], flops_rows(plan.flops))
     if plan.traffic:
         yield "<h2>Communication</h2>"
-        yield from html_table(["mesh axis", "bytes that one device sends in a step", ""], traffic_rows(plan))
+        yield from html_table(TRAFFIC_HEADER, traffic_rows(plan))
     yield f"<p>{escape(CAVEAT)}</p>"
 
 

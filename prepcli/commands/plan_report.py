@@ -17,6 +17,7 @@ from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 PETA = 1e15
 KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
+TRAFFIC_HEADER = ("one device sends in a step", "bytes", "other work")
 CAVEAT = (
     f"All figures are estimates from shapes. Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak;"
     " communication over mp waits, other communication overlaps; elementwise work, input and checkpoints are ignored."
@@ -38,7 +39,7 @@ def plan_lines(plan: TrainingPlan, kinds: Sequence[KindEstimate], advice: str) -
     yield format_table(flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"])
     yield ""
     if plan.traffic:
-        yield format_table(traffic_rows(plan), ("one device sends in a step", "", ""), right_aligned=[""])
+        yield format_table(traffic_rows(plan), TRAFFIC_HEADER, right_aligned=TRAFFIC_HEADER[1:2])
         yield ""
     yield format_table(kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1])
     yield from filter(None, [advice])
@@ -76,7 +77,7 @@ def traffic_rows(plan: TrainingPlan) -> list[tuple[str, str, str]]:
         (
             f"{axis.axis} {axis.size}",
             format_bytes(axis.nbytes),
-            "overlaps with other work" if axis.overlaps else "other work waits",
+            "overlaps" if axis.overlaps else "waits",
         )
         for axis in plan.traffic
     ]
