@@ -146,6 +146,7 @@ def train(
     stop_after: NonNegativeInt = 0,
     offline: bool = False,
     verify: bool = True,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> TrainingRun:
     """Train from a recipe, or resume a run that was stopped.
@@ -158,6 +159,7 @@ def train(
         stop_after: Stop after this many steps; 0: at the end of the recipe.
         offline: Use only the hub's cache.
         verify: Compare the checkpoint with its checksums while it is read.
+        force: Start even if a step is estimated not to fit into memory.
         progress: Receives the bytes downloaded, checked or tokenised; default: none. See `Progress`.
 
     Returns:
@@ -176,6 +178,7 @@ def train(
         stop_after=stop_after,
         offline=offline,
         verify=verify,
+        force=force,
     )
     outcome = run_silently("train", lambda ui: train_command.train(request, ui), progress)
     fields: Any = outcome.report.fields

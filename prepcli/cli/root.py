@@ -31,6 +31,7 @@ from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
+from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.strict import StrictCommand
 from prepcli.cli.train import generate, train
@@ -40,7 +41,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, verify, inspect),
-    *(train, generate),
+    *(plan, train, generate),
     *(demo, models, recipes, check_family, env),
 )
 

@@ -85,6 +85,9 @@ def train(
         int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after STEPS steps; 0: never.")
     ] = 0,
     restart: Annotated[bool, typer.Option("--restart", help="Delete the run's steps and start again.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if a step is estimated not to fit into memory.")
+    ] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes.")] = False,
     dry_run: DryRunOption = False,
     no_verify: NoVerifyOption = False,
@@ -119,6 +122,7 @@ def train(
         dry_run=dry_run,
         offline=offline,
         verify=not no_verify,
+        force=force,
     )
     return ui.finish(run(request, ui))
 

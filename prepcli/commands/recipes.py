@@ -21,7 +21,7 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
     Raises:
         UsageError: No recipe has this name.
     """
-    paths = {path.stem: path for path in sorted(recipes_folder().glob("*.toml"))}
+    paths = {path.stem: path for path in sorted(recipes_folder().glob("*.toml"), key=lambda path: path.stem)}
     if name is None:
         fields = [{"name": name, "path": str(path), "summary": _summary(path)} for name, path in paths.items()]
         rows = [[entry["name"], entry["summary"]] for entry in fields]

@@ -9,11 +9,12 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_start import (
     INIT_FOLDER,
@@ -33,6 +34,7 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
+from trainer.planning.model_shapes import model_of_manifest
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
 from trainer.recipe.tables import keys_of, value_of
 
@@ -58,6 +60,7 @@ class TrainRequest:
     dry_run: bool = False
     offline: bool = False
     verify: bool = True  # check the start checkpoint against its checksums
+    force: bool = False  # start even if a step is estimated not to fit into memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,15 @@ def _open_start_checkpoint(
         path = step_folder(folder, steps[-1])
     else:
         path = resolve_init(
-            loaded.recipe, folder, sharding=recipe_sharding, offline=request.offline, dry_run=request.dry_run, ui=ui
+            loaded.recipe,
+            folder,
+            sharding=recipe_sharding,
+            offline=request.offline,
+            dry_run=request.dry_run,
+            check_config=partial(
+                check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
+            ),
+            ui=ui,
         )
     reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
@@ -233,7 +244,15 @@ def _prepare_run(
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
     dropout = setup.dropout_config(recipe, model, manifest["config"])
-    memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
+    memory = check_machine(
+        recipe,
+        model_of_manifest(manifest),
+        sharding,
+        folder=folder,
+        ui=ui,
+        is_dry_run=request.dry_run,
+        force=request.force,
+    )
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir

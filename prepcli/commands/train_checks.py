@@ -10,25 +10,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prepcli.commands.machine import cgroup_memory_limit, system_memory
+from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
-from prepcli.console.ui import Ui, format_table
+from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
-from trainer.models.chunk_sizes import WHOLE, chunk_length
-from trainer.models.memory_estimate import STATE_COPIES, MemoryEstimate, estimate_memory
-from trainer.models.memory_inputs import FLOAT32, MemoryInputs
+from trainer.models.memory_estimate import STATE_COPIES
+from trainer.models.memory_inputs import FLOAT32
 from trainer.models.param_tree import ParamLeaf
+from trainer.models.rules import Rules
+from trainer.planning.memory_changes import find_memory_change
+from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.planning.step_inputs import context_warnings
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
-    from trainer.nn.model_spec import ModelSpec
-
-MAX_STATE_RATIO = 1.2  # runs whose parameters and moments exceed this multiple of a device's memory fail
 
 
 def check_machine(
-    recipe: Recipe, model: ModelSpec, sharding: ShardingContext, folder: Path, *, ui: Ui, is_dry_run: bool
+    recipe: Recipe,
+    model: PlannedModel,
+    sharding: ShardingContext,
+    *,
+    folder: Path,
+    ui: Ui,
+    is_dry_run: bool,
+    force: bool,
 ) -> dict[str, Any]:
     """Check memory and disk for a run, print warnings, and print the memory estimate if it is a dry run.
 
@@ -39,6 +48,7 @@ def check_machine(
         folder: Folder of the run.
         ui: Prints notes and warnings.
         is_dry_run: Whether to print the estimate.
+        force: Whether to warn, instead of to fail, if the estimate exceeds the memory.
 
     Returns:
         The memory estimate for the JSON object.
@@ -46,19 +56,66 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    from trainer.training.preflight import context_warnings, memory_run
+    plan, available = plan_run(recipe, model, sharding)
+    if is_dry_run:
+        ui.note(memory_table(plan.inputs, plan.memory, format_bytes(available) if available else "unknown"))
+    for warning in context_warnings(recipe, plan.inputs):
+        ui.warn(warning)
+    check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
+    if not saved_steps(folder):
+        check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
+    return memory_fields(plan.memory, available)
 
+
+def check_config(config: Mapping[str, Any], *, recipe: Recipe, sharding: ShardingContext, ui: Ui, force: bool) -> None:
+    """Check, before a Hugging Face model is converted, that a step of it fits into memory; see `check_memory`."""
+    model = model_of_config(config)
+    plan, available = plan_run(recipe, model, sharding)
+    check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
+
+
+def plan_run(recipe: Recipe, model: PlannedModel, sharding: ShardingContext) -> tuple[TrainingPlan, int | None]:
+    """Return the plan of a step on the devices of a run, and the memory of one device; None if it is unknown."""
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    run = memory_run(recipe, model, sharding, widens_bfloat16=devices[0].platform == "cpu")
-    estimated, available = estimate_memory(run), device_memory_nbytes(devices, host_memory())
-    if is_dry_run:
-        ui.note(memory_table(run, estimated, available))
-    for warning in filter(None, [*context_warnings(recipe, model), memory_warning(run, estimated, available)]):
-        ui.warn(warning)
-    if not saved_steps(folder):
-        check_disk(folder, checkpoint_nbytes(recipe, model.leaves))
-    return memory_fields(estimated, available)
+    plan = plan_training(
+        with_values(recipe, {"mesh": str(sharding.mesh)}),
+        model,
+        sharding.rules,
+        widens_bfloat16=devices[0].platform == "cpu",
+    )
+    return plan, device_memory_nbytes(devices, host_memory())
+
+
+def check_memory(
+    plan: TrainingPlan, model: PlannedModel, rules: Rules, *, available_nbytes: int | None, ui: Ui, force: bool
+) -> None:
+    """Check that the estimated peak of a step is within the memory of a device.
+
+    Args:
+        plan: The plan of a step.
+        model: The model to train.
+        rules: Partition rules.
+        available_nbytes: Memory of one device; None if unknown.
+        ui: Prints the warning.
+        force: Whether to warn instead of to fail.
+
+    Raises:
+        PrepError: The estimate exceeds the memory. The hint names changes of the recipe with which the step fits.
+    """
+    if available_nbytes is None or plan.memory.peak <= available_nbytes:
+        return
+    max_devices = plan.mesh.n_devices
+    change = find_memory_change(plan, model, rules, limit_nbytes=available_nbytes, max_devices=max_devices)
+    what = f"a step needs about {format_bytes(plan.memory.peak)} on each device"
+    why = f"{format_bytes(available_nbytes)} are available"
+    hint = "more or larger devices, or a shorter `data.seq_length`"
+    if change is not None:
+        options = " ".join(f"`--set {key}={value}`" for key, value in change.values.items())
+        hint = f"with {options} about {format_bytes(change.plan.memory.peak)}"
+    if not force:
+        raise PrepError(what, why, f"{hint}; `--force` starts the run all the same")
+    ui.warn(f"{what}, {why}: {hint}")
 
 
 def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None]) -> int | None:
@@ -80,62 +137,6 @@ def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None])
 def host_memory() -> dict[str, int | None]:
     """Return the free memory of this machine, and the limit of this process."""
     return {"available": system_memory().get("available"), "limit": cgroup_memory_limit()}
-
-
-def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
-    """Return the estimate of one device's memory as a table."""
-    lengths = (run.seq_length, max(run.seq_length, run.source_length))
-    tile = run.attention_tile or (WHOLE, WHOLE)
-    shape = [run.local_batch_size, run.local_extent("heads"), *map(chunk_length, tile, lengths)]
-    chunk = chunk_length(run.head_chunk_size, run.seq_length)
-    sizes = {
-        "parameters": estimated.parameters,
-        "moments": estimated.moments,
-        "gradients and updates": estimated.gradients,
-        f"saved by {len(run.arch_config.sliding_windows)} layers (remat {run.remat_policy})": estimated.saved,
-        "one layer at work": estimated.layer,
-        f"  of it scores {shape}": estimated.scores,
-        f"head and loss, {chunk} tokens": estimated.head,
-        "peak": estimated.peak,
-    }
-    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items()]
-    rows.append(("available", format_bytes(available_nbytes) if available_nbytes else "unknown"))
-    return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
-
-
-def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, Any]:
-    """Return the estimate in bytes, for the JSON object."""
-    names = ("parameters", "moments", "gradients", "saved", "layer", "scores", "head", "peak")
-    fits = None if available_nbytes is None else estimated.peak <= available_nbytes
-    return {name: getattr(estimated, name) for name in names} | {"available": available_nbytes, "fits": fits}
-
-
-def memory_warning(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
-    """Return a warning if a step is estimated not to fit; empty if it fits or the memory is unknown.
-
-    Args:
-        run: Inputs of the estimate.
-        estimated: The estimate.
-        available_nbytes: Memory of one device, None if unknown.
-
-    Raises:
-        PrepError: Parameters and moments alone exceed the memory by MAX_STATE_RATIO.
-    """
-    if available_nbytes is None or estimated.peak <= available_nbytes:
-        return ""
-    available_text, hint = f"{format_bytes(available_nbytes)} are available", _memory_hints(run)
-    if estimated.state > MAX_STATE_RATIO * available_nbytes:
-        what = f"parameters and moments need {format_bytes(estimated.state)} on each device"
-        raise PrepError(what, available_text, "more fsdp or mp in `mesh`, or larger devices")
-    return f"a step needs about {format_bytes(estimated.peak)} on each device, {available_text}: {hint}"
-
-
-def _memory_hints(run: MemoryInputs) -> str:
-    """Return the settings that reduce memory, the cheapest first."""
-    hints = [] if run.remat_policy == "nothing_saveable" else ['`model.remat_policy = "nothing_saveable"`']
-    hints += [] if run.attention_tile else ['`model.attention_kernel = "blockwise"`']
-    hints += ["more `batch.accumulate`"] if run.local_batch_size > 1 else []
-    return ", ".join([*hints, "a shorter `data.seq_length`", "more mp or fsdp in `mesh`"])
 
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:

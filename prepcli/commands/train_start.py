@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conversion import CommonOptions, make_access
 from prepcli.commands.save_init import SaveInitRequest, save_init
@@ -74,9 +74,29 @@ def check_restart_source(reader: ItemReader, folder: Path) -> None:
 
 
 def resolve_init(
-    recipe: Recipe, folder: Path, *, sharding: ShardingContext, offline: bool, dry_run: bool, ui: Ui
+    recipe: Recipe,
+    folder: Path,
+    *,
+    sharding: ShardingContext,
+    offline: bool,
+    dry_run: bool,
+    check_config: Callable[[Mapping[str, Any]], None],
+    ui: Ui,
 ) -> Path:
-    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint."""
+    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint.
+
+    Args:
+        recipe: The recipe.
+        folder: Folder of the run.
+        sharding: Mesh and rules of the recipe.
+        offline: Use only the hub's cache.
+        dry_run: Convert nothing.
+        check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its conversion.
+        ui: Receives notes and progress.
+
+    Raises:
+        PrepError: There is no checkpoint, it cannot be converted, or `check_config` raises.
+    """
     from trainer.training.preflight import check_batch
 
     located = locate(recipe.model.path, access=make_access(ui, offline=offline))
@@ -86,7 +106,7 @@ def resolve_init(
     mesh = str(sharding.mesh)
     config_path = located.local_files.path / CONFIG
     if config_path.is_file():
-        override_rope(read_config(config_path), recipe.model.rope_overrides)  # fails before the conversion
+        check_config(override_rope(read_config(config_path), recipe.model.rope_overrides))
     out = folder / INIT_FOLDER / f"{located.model_name}-init"
     if dry_run:
         return _existing_init(out, recipe.model.path, mesh)

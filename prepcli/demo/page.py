@@ -12,8 +12,8 @@ from prepcli.demo.conversion import RESHARDED
 from prepcli.demo.steps import StepReport
 from prepcli.demo.svg import Bar, Curve, bar_chart, line_chart, shard_map_svg
 from prepcli.demo.training import KILLED, SAVE_EVERY, STEPS, UNBROKEN
-from prepcli.errors import PrepError
 from prepcli.formats.manifest import read_manifest
+from prepcli.inspection.html_page import write_html_page
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import device_boxes, partition_spec
 from trainer.models.rules import PARAM_RULES
@@ -21,28 +21,11 @@ from trainer.training.metrics import METRICS_FILE, read_metrics
 
 REPORT = "report.html"
 SHOWN_LEAF = "embed.tokens"
-STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% }
-td, th { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-code { font-size: 13px }
-svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
-"""
 
 
 def write_page(out: Path, steps: Sequence[StepReport]) -> None:
     """Write the report of a demo to the folder `out`. PrepError if the disk cannot be written."""
-    body = "\n".join(_body(out, steps))
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>prep demo</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-    try:
-        (out / REPORT).write_text(page)
-    except OSError as error:
-        raise PrepError(f"cannot write {out / REPORT}", error.strerror or str(error)) from error
+    write_html_page(out / REPORT, "prep demo", _body(out, steps))
 
 
 def _body(out: Path, steps: Sequence[StepReport]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from html import escape
 from trainer.models.partition import Box
 
 WIDTH, HEIGHT, MARGIN = 640, 240, 44
-COLORS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed")
+COLORS = ("#8fb7e8", "#c2410c", "#15803d", "#7c3aed", "#ca8a04", "#0e7490")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,25 @@ def bar_chart(bars: Sequence[Bar], limit: Bar | None = None, *, title: str = "")
         parts.append(f'<path d="M{x:.1f},18 V{height - 4}" stroke="{COLORS[1]}" stroke-width="2"/>')
         parts.append(_text(x, 13, f"{limit.name} {limit.text}", "middle", COLORS[1]))
     return _svg(WIDTH, height, parts, title)
+
+
+def stacked_bar(parts: Sequence[Bar], limit: Bar | None = None, *, title: str = "") -> str:
+    """Draw the parts of a total as one horizontal bar with a legend, and a vertical line for the limit."""
+    room, height = WIDTH - 40, 80 + 18 * len(parts)
+    longest = max(sum(part.value for part in parts), limit.value if limit else 0) or 1
+    elements, x = [], 20.0
+    for number, part in enumerate(parts):
+        colour, width, y = COLORS[number % len(COLORS)], room * part.value / longest, 74 + 18 * number
+        elements.append(f'<rect x="{x:.1f}" y="24" width="{width:.1f}" height="28" fill="{colour}"/>')
+        elements.append(f'<rect x="20" y="{y}" width="12" height="12" fill="{colour}"/>')
+        elements.append(_text(40, y + 11, f"{part.name}: {part.text}"))
+        x += width
+    if limit:
+        mark = 20 + room * limit.value / longest
+        anchor = "end" if mark > WIDTH / 2 else "start"
+        elements.append(f'<path d="M{mark:.1f},18 V58" stroke="currentColor" stroke-width="2"/>')
+        elements.append(_text(mark, 13, f"{limit.name} {limit.text}", anchor))
+    return _svg(WIDTH, height, elements, title)
 
 
 def shard_map_svg(shape: Sequence[int], boxes: Sequence[Box], *, title: str = "") -> str:

@@ -52,7 +52,7 @@ class LayerStack:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the weights of all layers in the dtype of the computation."""
-        return self.inputs.itemsize * sum(map(self.inputs.local_leaf_size, self._layer_leaves()))
+        return self.inputs.itemsize * sum(map(self.inputs.local_leaf_size, self.layer_leaves()))
 
     @property
     def saved_nbytes(self) -> int:
@@ -148,7 +148,7 @@ class LayerStack:
     def _gathered_size(self, *, of_expert: bool) -> int:
         """Return the elements of one expert after the all-gather over fsdp, or of the layer's other weights."""
         inputs = self.inputs
-        num_experts = {leaf: inputs.leaf_extent(leaf, "experts") for leaf in self._layer_leaves()}
+        num_experts = {leaf: inputs.leaf_extent(leaf, "experts") for leaf in self.layer_leaves()}
         sizes = (
             inputs.local_leaf_size(leaf, is_gathered=True) // count
             for leaf, count in num_experts.items()
@@ -156,7 +156,7 @@ class LayerStack:
         )
         return sum(sizes) // self.num_layers
 
-    def _layer_leaves(self) -> list[ParamLeaf]:
+    def layer_leaves(self) -> list[ParamLeaf]:
         """Return the parameters of these layers."""
         prefix = f"{self.prefix}layers."
         return [leaf for path, leaf in self.inputs.leaves.items() if path.startswith(prefix)]

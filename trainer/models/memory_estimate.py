@@ -8,6 +8,7 @@ At its peak a step needs
 
     state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter
     gradients            their sum and the update, float32: 8 bytes per parameter
+    batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
       one layer's        the activations it saves without rematerialization, times the layers of one period of the
@@ -65,6 +66,7 @@ class MemoryEstimate:
         layer: Working set of one layer's backward pass.
         head: Working set of the LM head and the loss.
         scores: Attention scores of one layer or tile, float32 [B, H, T, S]; part of `layer`.
+        batch: Token ids, targets and weights of a step.
     """
 
     parameters: int
@@ -74,6 +76,7 @@ class MemoryEstimate:
     layer: int
     head: int
     scores: int
+    batch: int
 
     @property
     def state(self) -> int:
@@ -88,13 +91,13 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """Peak bytes of a step."""
-        return self.state + self.gradients + self.activations
+        return self.state + self.gradients + self.batch + self.activations
 
 
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
     num_parameters = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
-    stacks = list(_layer_stacks(inputs))
+    stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
         parameters=FLOAT32 * num_parameters,
         moments=FLOAT32 * (STATE_COPIES - 1) * num_parameters,
@@ -103,7 +106,14 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
+        batch=_batch_nbytes(inputs),
     )
+
+
+def _batch_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of a step's batch: token ids, targets and weights, and ids and weights of sources."""
+    num_bytes = FLOAT32 * (3 * inputs.seq_length + 2 * inputs.source_length)
+    return inputs.accumulate * inputs.local_batch_size * num_bytes
 
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:
@@ -114,7 +124,7 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
 
 
-def _layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
+def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one."""
     encoder = inputs.arch_config.encoder
     yield LayerStack(

@@ -36,6 +36,7 @@ class MemoryInputs:
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
+        accumulate: Micro-batches of a step.
     """
 
     arch_config: ArchConfig
@@ -50,24 +51,25 @@ class MemoryInputs:
     head_chunk_size: int = 512
     ffn_chunk_size: int = -1
     attention_tile: tuple[int, int] | None = None
+    accumulate: int = 1
 
     @property
     def num_experts(self) -> int:
         """Experts per layer; 0 without experts."""
-        return self._extent("experts")
+        return self.extent("experts")
 
     @property
     def embed_size(self) -> int:
         """Width of the residual stream; the estimate has no split of it over mesh axes."""
-        return self._extent("embed")
+        return self.extent("embed")
 
     def local_extent(self, dim: str) -> int:
         """Return the extent of a logical dim of parameters on one device; 0 if no parameter has it."""
-        return self._extent(dim) // self.num_shards(dim)
+        return self.extent(dim) // self.num_shards(dim)
 
     def num_shards(self, dim: str) -> int:
         """Return the number of shards along a logical dim of activations."""
-        return self._num_shards(dim, self._extent(dim))
+        return self._num_shards(dim, self.extent(dim))
 
     @property
     def local_batch_size(self) -> int:
@@ -77,6 +79,10 @@ class MemoryInputs:
     def num_residual_shards(self, length: int) -> int:
         """Return the number of shards of the residual stream along `length` tokens."""
         return self._num_shards("residual_seq", length)
+
+    def num_seq_shards(self, length: int) -> int:
+        """Return the number of shards of queries, keys and values along `length` tokens."""
+        return self._num_shards("seq", length)
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""
@@ -93,7 +99,7 @@ class MemoryInputs:
         """Return the extent of a logical dim of one parameter; 1 if the parameter lacks it."""
         return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == dim_name)
 
-    def _extent(self, dim: str) -> int:
+    def extent(self, dim: str) -> int:
         """Return the extent of a logical dim in the first parameter with this dim; 0 if there is none."""
         extents = (
             self.leaf_extent(leaf, dim)

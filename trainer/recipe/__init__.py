@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.recipe.loading import LoadedRecipe, load_recipe
+from trainer.recipe.loading import LoadedRecipe, complete_recipe, load_recipe
 from trainer.recipe.resolve import BatchShape, WarmupDecay, batch_shape, warmup_decay
 from trainer.recipe.serialize import recipe_to_toml
 from trainer.recipe.tables import Recipe, schema
@@ -14,6 +14,7 @@ __all__ = [
     "Recipe",
     "WarmupDecay",
     "batch_shape",
+    "complete_recipe",
     "load_recipe",
     "option_hint",
     "recipe_to_toml",

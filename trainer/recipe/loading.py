@@ -51,7 +51,20 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         PrepError: The file cannot be read.
         UsageError: The recipe is missing or invalid. The error lists all diagnostics with their lines.
     """
-    raw, diagnostics = apply_overrides(read_recipe(path), overrides)
+    return complete_recipe(read_recipe(path), overrides)
+
+
+def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Return the recipe of raw values, overridden by `--set`, with defaults for all other keys.
+
+    Args:
+        raw: The values.
+        overrides: `KEY=VALUE` texts of `--set`.
+
+    Raises:
+        UsageError: The recipe is invalid. The error lists all diagnostics.
+    """
+    raw, diagnostics = apply_overrides(raw, overrides)
     unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)
     expanded, path_diagnostics = _expand_paths(raw)
     diagnostics += [*unknown_key_diagnostics, *path_diagnostics]
@@ -67,7 +80,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     else:
         diagnostics += recipe
     if diagnostics or not isinstance(recipe, Recipe):
-        raise diagnostics_error(path, diagnostics)
+        raise diagnostics_error(raw.path, diagnostics)
     return LoadedRecipe(recipe, _origins(raw))
 
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.memory_inputs import MemoryInputs
-from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
@@ -33,48 +30,6 @@ def check_inputs(recipe: Recipe) -> None:
             files.check_readable(path)
     if recipe.data.tokenizer:
         tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
-
-
-def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, widens_bfloat16: bool) -> MemoryInputs:
-    """Return the inputs of the memory estimate of a training step.
-
-    Args:
-        recipe: The recipe.
-        model: The model to train.
-        sharding: The mesh of devices and its partition rules.
-        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
-    """
-    assert sharding.mesh is not None
-    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
-    return MemoryInputs(
-        arch_config=model.arch_config,
-        leaves=model.leaves,
-        mesh=sharding.mesh,
-        rules=sharding.rules,
-        micro_batch_size=shape.micro_batch_size,
-        seq_length=recipe.data.seq_length,
-        source_length=recipe.data.source_length or 0,
-        itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
-        remat_policy=recipe.model.remat_policy,
-        head_chunk_size=recipe.model.head_chunk_size,
-        ffn_chunk_size=recipe.model.ffn_chunk_size,
-        attention_tile=_attention_tile(recipe),
-    )
-
-
-def _attention_tile(recipe: Recipe) -> tuple[int, int] | None:
-    """Return the queries and keys of a tile; None if the scores of all exist at the same time."""
-    model = recipe.model
-    return None if model.attention_kernel == "reference" else (model.q_chunk_size, model.k_chunk_size)
-
-
-def context_warnings(recipe: Recipe, model: ModelSpec) -> Iterator[str]:
-    """Yield a warning if sequences are longer than the model's context."""
-    config = model.arch_config
-    scaled = (int(rope.original_max_positions * rope.factor) for rope in config.ropes)
-    context = max([config.max_positions, *scaled])
-    if config.ropes and recipe.data.seq_length > context:
-        yield f"`data.seq_length` is {recipe.data.seq_length:,}, and the model was made for {context:,} positions"
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:

@@ -95,6 +95,7 @@ def test_generate_rejects_invalid_options(model: Path, options: dict[str, Any]):
     [
         {"overrides": {"train.steps": 10}},
         {"restart": 1},
+        {"force": 1},
         {"stop_after": -1},
         {"stop_after": "10"},
         {"out": 3},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,12 @@ from prepcli.commands.train_checks import (
     checkpoint_nbytes,
     device_memory_nbytes,
     disk_warnings,
-    memory_fields,
-    memory_table,
-    memory_warning,
 )
 from prepcli.errors import PrepError
-from tests.trainer.models.test_memory_estimate import LLAMA_13B, make_inputs
-from trainer.models.memory_estimate import estimate_memory
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
 GIB = 1 << 30
-RUN_13B = make_inputs("llama", LLAMA_13B, "1,8,4", micro_batch_size=16, seq_length=32768, itemsize=2)
 
 
 @dataclass
@@ -50,54 +44,6 @@ class Device:
 )
 def test_device_memory_depends_on_the_platform(devices: list[Any], host: dict[str, int | None], nbytes: int | None):
     assert device_memory_nbytes(devices, host) == nbytes
-
-
-def test_memory_table_shows_the_attention_scores():
-    estimated = estimate_memory(RUN_13B)
-    lines = memory_table(RUN_13B, estimated, 80 * GIB).splitlines()
-    assert any(" ".join(line.split()) == "of it scores [2, 10, 32768, 32768] 80.00 GiB" for line in lines)
-    assert any(line.startswith("saved by 40 layers (remat none)") for line in lines)
-    assert lines[-1].split() == ["available", "80.00", "GiB"]
-
-
-def test_memory_table_shows_the_scores_of_a_tile():
-    tiled = replace(RUN_13B, attention_tile=(512, 1024))
-    text = " ".join(memory_table(tiled, estimate_memory(tiled), 80 * GIB).split())
-    assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
-
-
-def test_memory_warning_suggests_settings():
-    doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
-    assert doubt.startswith("a step needs about ")
-    assert "80.00 GiB are available" in doubt
-    for key in ("model.remat_policy", "model.attention_kernel", "batch.accumulate", "data.seq_length", "mesh"):
-        assert f"`{key}" in doubt
-
-
-def test_memory_warning_omits_settings_already_used():
-    spent = replace(RUN_13B, micro_batch_size=8, remat_policy="nothing_saveable", attention_tile=(512, 512))
-    doubt = memory_warning(spent, estimate_memory(spent), GIB * 20)
-    assert "accumulate" not in doubt
-    assert "attention_kernel" not in doubt
-    assert "remat_policy" not in doubt
-
-
-def test_memory_warning_is_empty_for_a_run_that_fits():
-    small = replace(RUN_13B, seq_length=64, micro_batch_size=8)
-    estimated = estimate_memory(small)
-    assert memory_warning(small, estimated, estimated.peak) == ""
-    assert memory_warning(small, estimated, None) == "", "the memory is unknown"
-    assert memory_fields(estimated, estimated.peak)["fits"] is True
-    assert memory_fields(estimated, estimated.peak - 1)["fits"] is False
-    assert memory_fields(estimated, None)["fits"] is None
-
-
-def test_memory_warning_raises_for_a_state_far_too_large():
-    estimated = estimate_memory(RUN_13B)
-    assert memory_warning(RUN_13B, estimated, estimated.state - 1), "an estimate may err: a warning"
-    with pytest.raises(PrepError, match="parameters and moments need") as caught:
-        memory_warning(RUN_13B, estimated, estimated.state // 2)
-    assert "`mesh`" in caught.value.hint
 
 
 @pytest.fixture

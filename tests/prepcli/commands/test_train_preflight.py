@@ -110,29 +110,58 @@ def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     report, err = dry_run(capsys)
     memory = report["memory"]
     assert memory["scores"] == 4 * 2 * 16 * 16 * 4, "batch 4 x 2 heads x 16 x 16, float32"
-    assert memory["peak"] == sum(memory[name] for name in ("parameters", "moments", "gradients", "saved")) + max(
-        memory["layer"], memory["head"]
-    )
+    lasting = sum(memory[name] for name in ("parameters", "moments", "gradients", "batch", "saved"))
+    assert memory["peak"] == lasting + max(memory["layer"], memory["head"])
     assert memory["fits"] is True
     assert "of it scores [4, 2, 16, 16]" in err
     assert report["warnings"] == []
     assert not Path("runs").exists()
 
 
-def test_dry_run_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (64 << 10)})
-    report, _ = dry_run(capsys)
+def limit_memory(monkeypatch: pytest.MonkeyPatch, device_nbytes: int) -> None:
+    """Limit the memory of each of 8 devices."""
+    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * device_nbytes})
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+@pytest.mark.parametrize("model", ["tiny-init", "tiny"])
+def test_step_larger_than_memory_is_refused_before_work(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    limit_memory(monkeypatch, 200 << 10)
+    code, what, why, hint = train_error(capsys, "--set", f"model.path={model}", "--set", "batch.size=32")
+    assert (code, why) == (FAILED, "200 KiB are available")
+    assert what.startswith("a step needs about ")
+    assert hint.startswith("with `--set batch.accumulate=16` about ")
+    assert hint.endswith("`--force` starts the run all the same")
+    assert not Path("runs").exists()
+
+
+def test_step_that_no_change_makes_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    limit_memory(monkeypatch, 16 << 10)
+    code, _, why, hint = train_error(capsys)
+    assert (code, why) == (FAILED, "16.0 KiB are available")
+    assert hint.startswith("more or larger devices, or a shorter `data.seq_length`; `--force`")
+
+
+def test_force_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    limit_memory(monkeypatch, 16 << 10)
+    capsys.readouterr()
+    assert main(["train", "recipe.toml", "--dry-run", "--json", "--force"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    (warning,) = report["warnings"]
+    assert warning.startswith("a step needs about ")
+    assert warning.endswith("16.0 KiB are available: more or larger devices, or a shorter `data.seq_length`")
     assert report["memory"]["fits"] is False
-    assert [text.partition(":")[0] for text in report["warnings"]] == [
-        "a step needs about 387 KiB on each device, 64.0 KiB are available"
-    ]
 
 
-def test_state_larger_than_memory_is_rejected(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * (16 << 10)})
-    code, what, why, _ = train_error(capsys)
-    assert (code, what) == (FAILED, "parameters and moments need 47.8 KiB on each device")
-    assert why == "16.0 KiB are available"
+def test_dry_run_shows_the_estimate_of_a_refused_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    limit_memory(monkeypatch, 16 << 10)
+    capsys.readouterr()
+    assert main(["train", "recipe.toml", "--dry-run"]) == FAILED
+    assert "memory of one device, estimated" in capsys.readouterr().err
 
 
 def test_dry_run_warns_about_lengths_and_epochs(capsys: pytest.CaptureFixture[str]):

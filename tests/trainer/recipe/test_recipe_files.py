@@ -8,7 +8,8 @@ import pytest
 
 from tests.trainer.recipe.test_errors import GOOD
 from trainer.models.errors import FAILED, USAGE, PrepError
-from trainer.recipe import load_recipe
+from trainer.recipe import complete_recipe, load_recipe
+from trainer.recipe.raw_recipe import RawRecipe, read_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,13 @@ def test_invalid_file_name_requires_a_name():
         load_recipe(Path(".toml"))
     assert caught.value.what == '.toml: `name` is ".toml"'
     assert load_recipe(Path(".toml"), ["name=x"]).recipe.name == "x"
+
+
+def test_complete_recipe_needs_no_file():
+    Path("x.toml").write_text(GOOD)
+    tables = read_recipe(Path("x.toml")).tables
+    loaded = complete_recipe(RawRecipe(Path("other.toml"), tables), ["seed=7"])
+    assert (loaded.recipe.name, loaded.recipe.seed) == ("other", 7)
+    with pytest.raises(PrepError) as caught:
+        complete_recipe(RawRecipe(Path("other.toml"), {**tables, "seeds": 1}))
+    assert caught.value.what == "other.toml: unknown key `seeds`"

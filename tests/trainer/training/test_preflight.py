@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,11 +10,9 @@ from tests.helpers.runs import make_job, make_setup
 from trainer.distributed.sharding import sharding_without_devices
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
-from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules
-from trainer.nn.model_spec import ModelSpec, build_model
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.preflight import check_batch, check_inputs, context_warnings, memory_run, run_warnings
+from trainer.training.preflight import check_batch, check_inputs, run_warnings
 
 SHARDING = sharding_without_devices(parse_mesh("1,2,4"))
 RECIPE = """\
@@ -44,12 +41,6 @@ def _in_recipe_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def load_test_recipe(*overrides: str) -> Recipe:
     """Load recipe.toml with overrides."""
     return load_recipe(Path("recipe.toml"), overrides).recipe
-
-
-def llama(**changes: Any) -> ModelSpec:
-    """Return a tiny Llama."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
-    return build_model(FAMILIES["llama"], {**sizes, "max_position_embeddings": 64, **changes}, is_tied=False)
 
 
 @pytest.mark.parametrize(
@@ -90,27 +81,6 @@ def test_check_batch_rejects_indivisible_batch(override: str, what: str):
 def test_check_batch_follows_activation_rules():
     whole_batch = sharding_without_devices(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
     check_batch(load_test_recipe("batch.size=7"), whole_batch)
-    assert memory_run(load_test_recipe(), llama(), whole_batch, widens_bfloat16=False).local_batch_size == 8
-
-
-def test_memory_run_follows_batch_and_dtype():
-    recipe = load_test_recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
-    run = memory_run(recipe, llama(), SHARDING, widens_bfloat16=False)
-    assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
-    assert run.remat_policy == "nothing_saveable"
-    assert memory_run(recipe, llama(), SHARDING, widens_bfloat16=True).itemsize == 4
-
-
-def test_context_warnings_name_too_long_sequences():
-    assert list(context_warnings(load_test_recipe("data.seq_length=64"), llama())) == []
-    (warning,) = context_warnings(load_test_recipe("data.seq_length=65"), llama())
-    assert warning == "`data.seq_length` is 65, and the model was made for 64 positions"
-
-
-def test_context_warnings_include_rope_scaling():
-    model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
-    assert list(context_warnings(load_test_recipe("data.seq_length=256"), model)) == []
-    assert list(context_warnings(load_test_recipe("data.seq_length=257"), model))
 
 
 @pytest.mark.parametrize(

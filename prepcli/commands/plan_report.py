@@ -1,0 +1,171 @@
+"""The plan of a training step as text and as fields of a JSON object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prepcli.commands.memory_report import memory_fields, memory_table
+from prepcli.console.formatting import format_bytes
+from prepcli.console.ui import format_table
+from trainer.planning.memory_changes import MemoryChange
+from trainer.planning.mesh_search import MeshSearch
+from trainer.planning.step_flops import StepFlops
+from trainer.planning.step_time import COMPUTE_EFFICIENCY
+from trainer.planning.training_plan import KindEstimate, TrainingPlan
+
+PETA = 1e15
+KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
+TRAFFIC_HEADER = ("one device sends in a step", "bytes", "other work")
+CAVEAT = (
+    f"All figures are estimates from shapes. Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak;"
+    " communication over mp waits, other communication overlaps; elementwise work, input and checkpoints are ignored."
+)
+
+
+def plan_lines(plan: TrainingPlan, kinds: Sequence[KindEstimate], advice: str) -> Iterator[str]:
+    """Yield the sections of the text: shapes, memory, operations, communication, devices.
+
+    Args:
+        plan: The plan.
+        kinds: The step on each kind of accelerator to show.
+        advice: Line about fitting into memory; empty for none.
+    """
+    yield from title_lines(plan)
+    yield ""
+    yield memory_table(plan.inputs, plan.memory)
+    yield ""
+    yield format_table(flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"])
+    yield ""
+    if plan.traffic:
+        yield format_table(traffic_rows(plan), TRAFFIC_HEADER, right_aligned=TRAFFIC_HEADER[1:2])
+        yield ""
+    yield format_table(kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1])
+    yield from filter(None, [advice])
+    yield CAVEAT
+
+
+def title_lines(plan: TrainingPlan) -> Iterator[str]:
+    """Yield the lines about the model, the mesh and the batch."""
+    num_parameters = sum(math.prod(leaf.shape) for leaf in plan.inputs.leaves.values())
+    axes = " x ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.sizes))
+    yield f"{num_parameters:,} parameters; mesh {axes} = {plan.mesh.n_devices:,} devices"
+    num_sequences, parts = plan.tokens // plan.inputs.seq_length, plan.inputs.accumulate
+    in_parts = f" in {parts} parts" if parts > 1 else ""
+    yield f"batch {num_sequences:,} x {plan.inputs.seq_length:,} = {plan.tokens:,} tokens per step{in_parts}"
+
+
+def flops_rows(flops: StepFlops) -> list[tuple[str, str]]:
+    """Return the operations of a step as rows of name and petaflops."""
+    counts = {
+        "products with parameters": flops.matmul,
+        "attention, visible pairs": flops.attention_causal,
+        "attention, all pairs": flops.attention_full,
+        "masked pairs that are computed": flops.masked,
+        "repeated by the backward pass": flops.recomputed,
+        "executed": flops.executed,
+    }
+    return [
+        (name, f"{count / PETA:,.3g}" if count < PETA else f"{count / PETA:,.1f}") for name, count in counts.items()
+    ]
+
+
+def traffic_rows(plan: TrainingPlan) -> list[tuple[str, str, str]]:
+    """Return the communication of a device as rows of axis, bytes and kind."""
+    return [
+        (
+            f"{axis.axis} {axis.size}",
+            format_bytes(axis.nbytes),
+            "overlaps" if axis.overlaps else "waits",
+        )
+        for axis in plan.traffic
+    ]
+
+
+def kind_rows(plan: TrainingPlan, kinds: Sequence[KindEstimate]) -> list[tuple[str, ...]]:
+    """Return the step on each kind of accelerator as rows below KIND_HEADER."""
+    return [
+        (
+            f"{plan.mesh.n_devices} x {estimate.kind.name}",
+            format_bytes(estimate.kind.memory_nbytes),
+            "yes" if estimate.fits else "no",
+            *_rate_cells(estimate),
+            estimate.time.bound,
+        )
+        for estimate in kinds
+    ]
+
+
+def _rate_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
+    """Return time, tokens per second, and both utilizations."""
+    seconds, rate = f"{estimate.time.step_s:.3g} s", f"{estimate.tokens_per_s:,.0f}"
+    return seconds, rate, f"{estimate.mfu_full:.0%}", f"{estimate.mfu_causal:.0%}"
+
+
+def search_text(search: MeshSearch, *, columns: int | None) -> str:
+    """Return the table of a search, and a line about the other meshes."""
+    header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
+    rows = [
+        (
+            str(option.plan.mesh),
+            format_bytes(option.plan.memory.peak),
+            *_rate_cells(option.estimate),
+            option.estimate.time.bound,
+        )
+        for option in search.options
+    ]
+    reasons = [f"{count} x {what}" for what, count in search.refusals.most_common()]
+    others = [f"{search.num_too_large} other meshes exceed the memory"] if search.num_too_large else []
+    if reasons:
+        others.append(f"{search.refusals.total()} are invalid: {'; '.join(reasons)}")
+    table = [format_table(rows, header, right_aligned=header[1:-1], width=columns)] if rows else []
+    return "\n".join([*table, *others, CAVEAT])
+
+
+def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
+    """Return the plan as fields of a JSON object, without accelerators."""
+    return {
+        "mesh": str(plan.mesh),
+        "devices": plan.mesh.n_devices,
+        "tokens": plan.tokens,
+        "memory": memory_fields(plan.memory, None),
+        "flops": {
+            "matmul": plan.flops.matmul,
+            "attention_full": plan.flops.attention_full,
+            "attention_causal": plan.flops.attention_causal,
+            "masked": plan.flops.masked,
+            "recomputed": plan.flops.recomputed,
+            "executed": plan.flops.executed,
+        },
+        "traffic": [
+            {"axis": axis.axis, "size": axis.size, "bytes": axis.nbytes, "overlaps": axis.overlaps}
+            for axis in plan.traffic
+        ],
+    }
+
+
+def kind_fields(estimate: KindEstimate) -> dict[str, Any]:
+    """Return the step on one kind of accelerator as fields of a JSON object."""
+    time = estimate.time
+    return {
+        "kind": estimate.kind.name,
+        "memory": estimate.kind.memory_nbytes,
+        "fits": estimate.fits,
+        "step_s": time.step_s,
+        "compute_s": time.compute_s,
+        "memory_s": time.memory_s,
+        "overlapped_s": time.overlapped_s,
+        "exposed_s": time.exposed_s,
+        "tokens_per_s": estimate.tokens_per_s,
+        "mfu_full": estimate.mfu_full,
+        "mfu_causal": estimate.mfu_causal,
+        "bound": time.bound,
+    }
+
+
+def change_text(change: MemoryChange | None) -> str:
+    """Return the changes that make a step fit as text; a suggestion if there are none."""
+    if change is None:
+        return "no change of the recipe tried makes it fit: more or larger devices, or a shorter `data.seq_length`"
+    return f"it fits with `{change.options}`: {format_bytes(change.plan.memory.peak)}"

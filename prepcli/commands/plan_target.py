@@ -1,0 +1,149 @@
+"""The recipe and the model that `prep plan` is asked about; neither weights nor data need to exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli.commands.conversion import make_access
+from prepcli.commands.recipes import recipes_folder
+from prepcli.console.ui import Ui
+from prepcli.errors import PrepError
+from prepcli.inspection.contents import read_contents
+from prepcli.sources.locate import locate
+from prepcli.sources.source import read_config
+from trainer.models.architecture import ArchConfig
+from trainer.models.presets import PRESETS, preset_name
+from trainer.models.registry import family_of
+from trainer.models.rule_text import merge_rules
+from trainer.models.rules import DEFAULT_RULES, Rules
+from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
+from trainer.recipe import Recipe, complete_recipe, load_recipe
+from trainer.recipe.raw_recipe import RawRecipe
+
+RECIPE_SUFFIX = ".toml"
+DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence, if a checkpoint is planned without a recipe
+DEFAULT_SOURCE_LENGTH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTarget:
+    """A recipe with its model and rules.
+
+    Attributes:
+        recipe: The recipe; its mesh may have an open axis.
+        model: The model, with the recipe's rotary embedding.
+        rules: Partition rules.
+        origin: Description of where the model's shapes are from.
+    """
+
+    recipe: Recipe
+    model: PlannedModel
+    rules: Rules
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """What a plan needs of a checkpoint; the manifest is empty if prep did not write it."""
+
+    model: PlannedModel
+    origin: str
+    manifest: Mapping[str, Any]
+
+
+def resolve_target(
+    target: str, overrides: tuple[str, ...], *, config: Path | None, default_mesh: str, offline: bool, ui: Ui
+) -> PlanTarget:
+    """Resolve a recipe, or a checkpoint with the keys of a usual step.
+
+    Args:
+        target: A recipe's path or the file name of a shipped recipe, which end in `.toml`; or a checkpoint.
+        overrides: `KEY=VALUE` texts of `--set`.
+        config: A config.json instead of the checkpoint's.
+        default_mesh: Mesh of a checkpoint without a recipe and without a mesh of its own.
+        offline: Use only the hub's cache.
+        ui: Receives progress and warnings.
+
+    Raises:
+        PrepError: The recipe is invalid, or the model is unknown or not supported.
+    """
+    if target.endswith(RECIPE_SUFFIX):
+        recipe = load_recipe(_recipe_path(target), overrides).recipe
+        checkpoint = _read_checkpoint(recipe.model.path, config, offline=offline, ui=ui)
+    else:
+        checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
+        mesh = checkpoint.manifest.get("mesh") or default_mesh
+        recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
+    return PlanTarget(
+        recipe=recipe,
+        model=checkpoint.model.with_rope(recipe.model.rope_overrides),
+        rules=_rules(recipe, checkpoint.manifest),
+        origin=checkpoint.origin,
+    )
+
+
+def _recipe_path(target: str) -> Path:
+    """Return the path of a recipe: a file, or else the shipped recipe with its name."""
+    path = Path(target)
+    shipped = recipes_folder() / path.name
+    return shipped if not path.exists() and shipped.is_file() else path
+
+
+def _rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
+    """Return the rules of the recipe, or else of the checkpoint, or else the default rules."""
+    if recipe.rules is not None:
+        return merge_rules(recipe.rules, origin="rules")
+    return merge_rules(manifest["rules"]) if "rules" in manifest else DEFAULT_RULES
+
+
+def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
+    """Read the model from `config`, the checkpoint's headers, or the published configs if the path does not exist."""
+    if config is not None:
+        path = config / "config.json" if config.is_dir() else config
+        return _Checkpoint(model_of_config(read_config(path)), str(path), {})
+    preset = None if os.path.exists(os.path.expanduser(name)) else preset_name(name)
+    if preset is not None:
+        return _Checkpoint(model_of_config(PRESETS[preset]), f"the published config of {preset}", {})
+    contents = read_contents(locate(name, access=make_access(ui, offline=offline, stream=True, allow_urls=True)))
+    if not contents.config:
+        why = f"{contents.display_name} has no config.json"
+        raise PrepError("the shapes of the model are unknown", why, "`--config CONFIG.json`")
+    if "tied" in contents.manifest:
+        return _Checkpoint(model_of_manifest(contents.manifest), contents.display_name, contents.manifest)
+    head_tensor = family_of(contents.config).tying.head_tensor
+    has_stored_head = head_tensor in {entry.name for entry in contents.entries}
+    model = model_of_config(contents.config, has_stored_head=has_stored_head)
+    return _Checkpoint(model, contents.display_name, {})
+
+
+def _usual_recipe(name: str, model: PlannedModel, mesh: str) -> RawRecipe:
+    """Return the values of a usual training step of a model, for plans without a recipe."""
+    arch_config = family_of(model.config).arch_config(model.config)
+    tables = {
+        "mesh": mesh,
+        "model": {
+            "path": name,
+            "dtype": "bfloat16",
+            "remat_policy": "nothing_saveable",
+            "attention_kernel": "blockwise",
+            "scan_layers": model.scan,
+        },
+        "data": _usual_data(arch_config),
+        "batch": {"per_replica": 1},
+        "optimizer": {"lr": 1e-4},
+        "train": {"steps": 1},
+    }
+    return RawRecipe(Path("plan.toml"), tables)
+
+
+def _usual_data(arch_config: ArchConfig) -> dict[str, Any]:
+    """Return the `[data]` table of a usual training step."""
+    length = min(arch_config.max_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+    if arch_config.encoder is None:
+        return {"type": "text", "path": "data", "seq_length": length}
+    source = {"fields": "[source], target", "source_length": DEFAULT_SOURCE_LENGTH}
+    return {"type": "json", "path": "data", "seq_length": length, **source}

@@ -1,0 +1,44 @@
+"""Self-contained HTML pages: one style, no scripts, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from prepcli.errors import PrepError
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% }
+td, th { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884; vertical-align: top }
+td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+code { font-size: 13px }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
+"""
+
+
+def write_html_page(path: Path, title: str, body: Iterable[str]) -> None:
+    """Write a page of HTML elements; raise PrepError if the file cannot be written."""
+    elements = "\n".join(body)
+    page = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n{elements}\n</body></html>\n"
+    )
+    try:
+        path.write_text(page, "utf-8")
+    except OSError as error:
+        raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield a table whose columns after the first are right-aligned."""
+    yield f"<table><tr>{_cells('th', header)}</tr>"
+    yield from (f"<tr>{_cells('td', row)}</tr>" for row in rows)
+    yield "</table>"
+
+
+def _cells(tag: str, texts: Sequence[str]) -> str:
+    first, *others = (escape(text) for text in texts)
+    return f"<{tag}>{first}</{tag}>" + "".join(f'<{tag} class="n">{text}</{tag}>' for text in others)

@@ -1,0 +1,137 @@
+"""`prep plan` on recipes, checkpoints and configs, without weights or data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.commands.recipes import recipes_folder
+from prepcli.errors import FAILED, OK, USAGE
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.training_plans import RECIPE, TINY
+
+RECIPES = sorted(path.name for path in recipes_folder().glob("*.toml"))
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *words: str, code: int = OK) -> dict[str, Any]:
+    """Run `prep plan --json` and return its object."""
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes_are_planned_without_checkpoints(name: str, capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, name)
+    assert report["memory"]["peak"] > report["memory"]["parameters"] > 0
+    assert [kind["kind"] for kind in report["kinds"]][:2] == ["v4", "v5e"]
+    assert any(kind["fits"] for kind in report["kinds"])
+
+
+@pytest.mark.parametrize(("name", "peak_gb"), [("llama-7b-32k", 6.0), ("llama-13b-32k", 8.6)])
+def test_long_context_recipes_fit_on_v5e(name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, f"{name}.toml", "--devices", "v5e")
+    assert (report["mesh"], report["devices"], report["tokens"]) == ("1,64,4", 256, 64 * 32768)
+    assert report["memory"]["peak"] < peak_gb * GB
+    assert report["kinds"][0]["fits"]
+    assert report["changes"] is None
+    assert report["warnings"] == []
+
+
+def test_checkpoint_has_a_usual_step_and_its_own_mesh(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    assert main(["save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "-q"]) == OK
+    report = plan_json(capsys, "tiny-init")
+    assert (report["mesh"], report["tokens"]) == ("1,2,4", 2 * 64)
+    assert plan_json(capsys, "tiny", "--mesh", "1,2,4")["memory"] == report["memory"], "a Hugging Face folder"
+    longer = plan_json(capsys, "tiny-init", "--set", "data.seq_length=32", "--mesh", "1,8,1")
+    assert (longer["mesh"], longer["tokens"]) == ("1,8,1", 8 * 32)
+    assert plan_json(capsys, "tiny", "--devices", "v5e:4")["mesh"] == "1,4,1"
+
+
+def test_alias_is_planned_from_its_published_config(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llama-13b", "--mesh", "1,64,4"]) == OK
+    out, err = capsys.readouterr()
+    assert "13,015,864,320 parameters; mesh dp 1 x fsdp 64 x mp 4 = 256 devices" in out
+    assert "shapes from the published config of llama-13b" in err
+
+
+def test_encoder_models_have_sources_and_targets(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "flan-t5-base", "--mesh", "4,1,2")
+    assert report["flops"]["attention_full"] > report["flops"]["attention_causal"] > 0
+
+
+def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]):
+    Path("config.json").write_text(json.dumps(TINY))
+    Path("recipe.toml").write_text(RECIPE.replace("llama-7b-init", "my-init"))
+    error = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", code=USAGE)["error"]
+    assert error["what"] == "no checkpoint called `my-init`"
+    report = plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", "config.json")
+    assert report["tokens"] == 8 * 16
+    assert plan_json(capsys, "recipe.toml", "--mesh", "1,2,4", "--config", ".")["memory"] == report["memory"]
+
+
+def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
+    words = ("llama-7b.toml", "--devices", "A100-40", "--set", "data.seq_length=16384")
+    report = plan_json(capsys, *words)
+    assert not report["kinds"][0]["fits"]
+    values = report["changes"]["set"]
+    assert "mesh" not in values
+    changed = plan_json(capsys, *words, *(word for key in values for word in ("--set", f"{key}={values[key]}")))
+    assert changed["kinds"][0]["fits"]
+    assert changed["memory"]["peak"] == report["changes"]["peak"]
+
+
+def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "llama-7b.toml", "--set", "data.seq_length=4096")
+    assert report["warnings"] == ["`data.seq_length` is 4,096, and the model was made for 2,048 positions"]
+
+
+def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "llama-7b-32k.toml", "--search", "--devices", "v5p")
+    rates = [mesh["tokens_per_s"] for mesh in report["meshes"]]
+    assert rates == sorted(rates, reverse=True)
+    assert all(mesh["fits"] and mesh["devices"] == 256 for mesh in report["meshes"])
+    assert main(["plan", "llama-7b-32k.toml", "--search", "--devices", "v5p:64"]) == OK
+    assert "meshes of 64 x v5p fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "what"),
+    [
+        (["--search"], USAGE, "`--search` has no effect without `--devices`"),
+        (["--search", "--devices", "v4", "--html", "x"], USAGE, "`--html` has no effect with `--search`"),
+        (["--search", "--devices", "v4:8", "--mesh", "1,8,1"], USAGE, "`--mesh` has no effect with `--search`"),
+        (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an open axis"),
+        (["--devices", "v4:9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
+        (["--mesh", "1,1,3"], USAGE, "heads 32 cannot be split over mp 3"),
+        (["--config", "none.json"], FAILED, ". has no none.json"),
+        (["--set", "model.ffn_chunk_size=0"], USAGE, "--set: `model.ffn_chunk_size` is 0"),
+    ],
+)
+def test_invalid_requests_are_errors(words: list[str], code: int, what: str, capsys: pytest.CaptureFixture[str]):
+    assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
+
+
+def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llama-7b.toml", "--devices", "v5e", "--html", "plan.html"]) == OK
+    page = Path("plan.html").read_text()
+    assert page.count("<svg") == 2
+    assert "src=" not in page
+    assert "href=" not in page
+    for text in ("saved activations", "memory of v5e", "it fits with", "PFLOP", "fsdp 8"):
+        assert text in page
+    assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"]["what"] == (
+        "cannot write no/folder.html"
+    )

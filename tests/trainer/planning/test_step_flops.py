@@ -1,0 +1,99 @@
+"""Operations of a step against counts by hand, by XLA, and published figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.trainer.models.test_memory_estimate import LLAMA_7B, MIXTRAL, T5, make_inputs
+from trainer.planning.step_flops import StepFlops, count_step_flops
+
+LENGTH, ROWS = 2048, 4
+TOKENS = LENGTH * ROWS
+MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096  # without embedding and norms
+
+
+def count(family: str, config: Any, **options: Any) -> StepFlops:
+    """Count the operations of a step of four sequences."""
+    return count_step_flops(make_inputs(family, config, micro_batch_size=ROWS, seq_length=LENGTH, **options))
+
+
+def test_matmul_is_six_per_parameter_and_token():
+    assert count("llama", LLAMA_7B).matmul == 6 * MATRICES_7B * TOKENS
+    tied = count("llama", LLAMA_7B | {"tie_word_embeddings": True})
+    assert tied.matmul == 6 * MATRICES_7B * TOKENS, "a tied head is a matrix product too"
+
+
+def test_attention_full_is_the_formula_of_palm():
+    flops = count("llama", LLAMA_7B)
+    assert flops.attention_full == 12 * 32 * 4096 * LENGTH * TOKENS
+    assert flops.attention_causal == flops.attention_full * (LENGTH + 1) // (2 * LENGTH)
+    assert flops.attention_causal + flops.masked == flops.attention_full
+
+
+def test_windows_limit_attention_per_layer():
+    config = LLAMA_7B | {"sliding_window": 256}
+    windowed, full = count("mistral", config), count("mistral", config | {"sliding_window": None})
+    assert windowed.attention_full == full.attention_full * 256 // LENGTH
+    pairs = sum(min(position + 1, 256) for position in range(LENGTH))
+    heads_size = full.attention_full // (12 * 32 * LENGTH * TOKENS)
+    assert windowed.attention_causal == 12 * 32 * heads_size * pairs * ROWS
+    assert windowed.masked + windowed.attention_causal == full.attention_full, "the reference kernel computes all"
+
+
+def test_experts_count_for_their_tokens():
+    dense = MIXTRAL | {"num_experts_per_tok": 8}
+    two, eight = count("mixtral", MIXTRAL), count("mixtral", dense)
+    expert_size = 3 * MIXTRAL["hidden_size"] * MIXTRAL["intermediate_size"]
+    assert eight.matmul - two.matmul == 6 * 6 * expert_size * MIXTRAL["num_hidden_layers"] * TOKENS
+
+
+def test_encoder_and_decoder_count_their_own_tokens():
+    short, long = count("t5", T5, source_length=128), count("t5", T5, source_length=256)
+    assert long.matmul > short.matmul
+    assert long.attention_full > short.attention_full
+    assert short.attention_causal < short.attention_full, "only the decoder's own attention is causal"
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "attention"),
+    [
+        ({}, 0, 0),
+        ({"remat_policy": "dots_saveable"}, 0, 0),
+        ({"remat_policy": "dots_with_no_batch_dims_saveable"}, 0, 1),
+        ({"remat_policy": "nothing_saveable"}, 1, 1),
+        ({"ffn_chunk_size": 512}, 1, 0),
+        ({"attention_tile": (512, 512)}, 0, 0.5),
+        ({"attention_tile": (512, 512), "remat_policy": "nothing_saveable"}, 1, 1.5),
+    ],
+)
+def test_recomputed_follows_policy_and_chunks(options: dict[str, Any], layers: int, attention: float):
+    flops, plain = count("llama", LLAMA_7B, **options), count("llama", LLAMA_7B)
+    forward_layers = 2 * (MATRICES_7B - 32000 * 4096) * TOKENS
+    forward_attention = (plain.attention_causal if options.get("attention_tile") else plain.attention_full) // 3
+    assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
+    assert (flops.masked == 0) == ("attention_tile" in options)
+    assert flops.executed == flops.model_causal + flops.masked + flops.recomputed
+
+
+def test_micro_batches_add_up():
+    inputs = make_inputs("llama", LLAMA_7B, micro_batch_size=ROWS, seq_length=LENGTH)
+    half = replace(inputs, micro_batch_size=ROWS // 2, accumulate=2)
+    assert count_step_flops(half) == count_step_flops(inputs)
+
+
+def test_forward_and_backward_match_the_count_of_xla():
+    """XLA also counts elementwise operations, which are few in a wide model."""
+    from bench.compiled_memory import lower_step
+    from trainer.models.registry import FAMILIES
+    from trainer.nn.model_spec import ForwardConfig, build_model
+
+    config = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 1024}
+    model = build_model(FAMILIES["llama"], config | {"vocab_size": 512}, is_tied=False)
+    forward_config = ForwardConfig(scan_layers=False, head_chunk_size=-1)
+    cost = lower_step(model, forward_config, 1, 256).cost_analysis()
+    flops = count_step_flops(make_inputs("llama", config | {"vocab_size": 512}, seq_length=256, head_chunk_size=-1))
+    assert cost is not None
+    assert flops.executed == pytest.approx(cost["flops"], rel=0.05)

@@ -1,0 +1,45 @@
+"""Inputs of the estimates, and warnings about the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.training_plans import TINY, load_text
+from trainer.models.mesh import parse_mesh
+from trainer.models.rules import DEFAULT_RULES
+from trainer.planning.model_shapes import model_of_config
+from trainer.planning.step_inputs import ModelShapes, context_warnings, step_inputs
+
+MESH = parse_mesh("1,2,4")
+
+
+def llama(**changes: Any) -> ModelShapes:
+    """Return the shapes of a tiny Llama."""
+    return model_of_config({**TINY, **changes}).shapes(MESH, DEFAULT_RULES)
+
+
+def test_step_inputs_follow_batch_and_dtype(tmp_path: Path):
+    recipe = load_text(tmp_path, "batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
+    inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES)
+    assert (inputs.micro_batch_size, inputs.local_batch_size, inputs.accumulate) == (4, 2, 2)
+    assert (inputs.seq_length, inputs.itemsize, inputs.remat_policy) == (16, 2, "nothing_saveable")
+    assert step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, widens_bfloat16=True).itemsize == 4
+
+
+def test_step_inputs_have_a_tile_only_for_tiled_attention(tmp_path: Path):
+    tiled = load_text(tmp_path, "model.attention_kernel=blockwise", "model.q_chunk_size=4")
+    assert step_inputs(tiled, llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile == (4, 512)
+    assert step_inputs(load_text(tmp_path), llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile is None
+
+
+def test_context_warnings_name_too_long_sequences(tmp_path: Path):
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=64"), llama())) == []
+    (warning,) = context_warnings(load_text(tmp_path, "data.seq_length=65"), llama())
+    assert warning == "`data.seq_length` is 65, and the model was made for 64 positions"
+
+
+def test_context_warnings_include_rope_scaling(tmp_path: Path):
+    model = llama(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=256"), model)) == []
+    assert list(context_warnings(load_text(tmp_path, "data.seq_length=257"), model))

@@ -1,0 +1,72 @@
+"""Plans of whole training steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.training_plans import RECIPE, TINY, load_text, plan_text
+from trainer.models.errors import UsageError
+from trainer.models.memory_estimate import estimate_memory
+from trainer.models.mesh import parse_mesh
+from trainer.models.registry import FAMILIES
+from trainer.models.rules import DEFAULT_RULES
+from trainer.planning.accelerators import ACCELERATORS
+from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
+from trainer.planning.training_plan import plan_training, with_values
+
+
+def test_plan_has_the_memory_of_the_estimate(tmp_path: Path):
+    plan = plan_text(tmp_path, "mesh=1,2,4")
+    assert plan.memory == estimate_memory(plan.inputs)
+    assert (plan.tokens, plan.mesh.n_devices) == (8 * 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["mesh=1,1,3"], "heads 4 cannot be split over mp 3"),
+        (["mesh=1,16,1"], "a micro-batch of 8 does not divide among 16 replicas"),
+        (["mesh=-1,1,1"], "mesh -1,1,1 has no size for dp"),
+    ],
+)
+def test_plan_rejects_meshes_that_do_not_divide(tmp_path: Path, overrides: list[str], what: str):
+    with pytest.raises(UsageError) as caught:
+        plan_text(tmp_path, *overrides)
+    assert caught.value.what == what
+
+
+def test_vocabulary_is_padded_before_conversion_only():
+    mesh, config = parse_mesh("1,1,4"), TINY | {"vocab_size": 97}
+    assert model_of_config(config).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (100, 32)
+    manifest = {"config": config, "tied": False, "scan": True, "scan_axis": 0}
+    assert model_of_manifest(manifest).shapes(mesh, DEFAULT_RULES).leaves["embed.tokens"].shape == (97, 32)
+
+
+def test_model_of_config_ties_the_head_as_the_checkpoint():
+    assert model_of_config(TINY | {"tie_word_embeddings": True}).is_tied
+    assert not model_of_config(TINY).is_tied
+    assert isinstance(model_of_config(TINY), PlannedModel)
+
+
+def test_with_values_changes_only_the_given_keys(tmp_path: Path):
+    recipe = load_text(tmp_path)
+    changed = with_values(recipe, {"mesh": "1,2,4", "model.ffn_chunk_size": 8, "model.q_chunk_size": 4})
+    assert (changed.mesh, changed.model.ffn_chunk_size, changed.model.q_chunk_size) == ("1,2,4", 8, 4)
+    assert changed.model.k_chunk_size == recipe.model.k_chunk_size
+    assert recipe.model.ffn_chunk_size == -1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_planned(tmp_path: Path, name: str):
+    recipe = load_text(tmp_path, "mesh=1,2,2", text=RECIPE.replace('type = "text"', 'type = "json"'))
+    model = model_of_config({"model_type": name})
+    has_encoder = model.shapes(parse_mesh("1,1,1"), DEFAULT_RULES).arch_config.encoder is not None
+    if has_encoder:
+        recipe = with_values(recipe, {"data.source_length": 32})
+    plan = plan_training(recipe, model, DEFAULT_RULES)
+    assert 0 < plan.flops.attention_causal < plan.flops.model_causal <= plan.flops.executed
+    assert {axis.axis for axis in plan.traffic} == {"fsdp", "mp"}
+    estimate = plan.on(ACCELERATORS["B200"])
+    assert 0 < estimate.mfu_causal <= estimate.mfu_full < 1

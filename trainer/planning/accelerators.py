@@ -1,0 +1,93 @@
+"""Accelerators for which a training step can be planned, as data from their vendors.
+
+Memory is in decimal gigabytes although some vendors mean binary ones: the runtime keeps the difference for itself.
+Peaks are those of dense bfloat16 matrix products. Bandwidths are in bytes per second that one device sends.
+
+Sources:
+    TPU memory, memory bandwidth, peak and pod size: Google Cloud, "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e"
+        (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it).
+    TPU links along one axis of the torus, both directions, and data center network per chip: Austin et al., "How to
+        Scale Your Model", chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+    GPU memory, memory bandwidth, peak and NVLink, of which one direction is half: NVIDIA's data sheets of A100, H100
+        and H200, and of DGX B200 for one of its eight GPUs (https://www.nvidia.com/en-us/data-center).
+    GPU network: the network cards of DGX A100 (200 Gb/s), DGX H100, H200 and B200 (400 Gb/s), one per GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.models.errors import usage_error
+from trainer.models.suggest import did_you_mean
+
+GB = 10**9
+TERA = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """A kind of accelerator.
+
+    Attributes:
+        name: Name in `--devices`.
+        memory_nbytes: Memory of one device.
+        peak_flops: Dense bfloat16 operations per second.
+        memory_bandwidth: Bytes per second between a device and its memory.
+        link_bandwidth: Bytes per second that a device sends along one mesh axis within a domain.
+        domain_size: Devices that links connect: the chips of a pod, or the GPUs of a node.
+        network_bandwidth: Bytes per second that a device sends to other domains.
+    """
+
+    name: str
+    memory_nbytes: int
+    peak_flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    domain_size: int
+    network_bandwidth: float
+
+    def axis_bandwidth(self, size: int, stride: int) -> float:
+        """Return the bytes per second that a device sends in a ring over a mesh axis.
+
+        A ring that leaves the domain uses the network of all its devices in the domain.
+
+        Args:
+            size: Devices along the axis.
+            stride: Distance of neighbours along the axis, in devices.
+        """
+        if size * stride <= self.domain_size:
+            return self.link_bandwidth
+        return min(self.link_bandwidth, self.network_bandwidth * max(1, self.domain_size // stride))
+
+
+_KINDS = (
+    Accelerator("v4", 32 * GB, 275 * TERA, 1228 * GB, 90 * GB, 4096, 6.25 * GB),
+    Accelerator("v5e", 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
+    Accelerator("v5p", 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
+    Accelerator("v6e", 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
+    Accelerator("A100-40", 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("A100-80", 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("H100", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("H200", 141 * GB, 989 * TERA, 4800 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("B200", 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
+)
+ACCELERATORS = {kind.name: kind for kind in _KINDS}
+
+
+def parse_devices(text: str) -> tuple[Accelerator, int | None]:
+    """Parse `KIND` or `KIND:NUMBER`, such as `v5p:256`.
+
+    Returns:
+        The kind, and the number of devices; None without a number.
+
+    Raises:
+        UsageError: The kind is unknown, or the number is not a positive integer.
+    """
+    name, colon, number = text.partition(":")
+    kinds = {known.lower(): known for known in ACCELERATORS}
+    if name.lower() not in kinds:
+        why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean(name, ACCELERATORS)
+        raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
+    if colon and not (number.isascii() and number.isdecimal() and 0 < int(number[:9]) == int(number)):
+        raise usage_error(f"`--devices {text:.60}` is invalid", "it takes KIND or KIND:NUMBER", "`--devices v5p:256`")
+    return ACCELERATORS[kinds[name.lower()]], int(number) if colon else None

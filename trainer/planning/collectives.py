@@ -1,0 +1,115 @@
+"""Bytes that each device sends in a training step, by mesh axis, from shapes alone.
+
+A ring of n devices sends (n - 1) / n of an array for an all-gather or a reduce-scatter, and twice that for an
+all-reduce. Per micro-batch, in the dtype of the computation unless stated otherwise:
+
+    fsdp   an all-gather of all parameters in the forward and in the backward pass, and a reduce-scatter of their
+           gradients in float32
+    dp     an all-reduce of the gradients in float32
+    mp     in each layer, an all-gather of the residual stream [B, T, D] before attention and before the MLP, and a
+           reduce-scatter after them, forward and backward, and once more if the layer is rematerialized; the same
+           once for the embedding and the head
+    sp     keys and values travel around the ring in the forward pass; in the backward pass with their gradients in
+           float32; and an all-reduce of the gradients of parameters in float32
+
+XLA may merge or move collectives, and sends less where it reduces in a smaller dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.models.layer_memory import LayerStack
+from trainer.models.memory_estimate import layer_stacks
+from trainer.models.memory_inputs import FLOAT32, SAVES_ALL, MemoryInputs
+from trainer.planning.step_flops import row_length
+
+WEIGHT_GATHERS = 2  # forward and backward pass
+PARALLEL_BLOCKS = ("parallel", "parallel_one_norm")  # attention and MLP share their input
+
+
+@dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """The bytes that a device sends along a mesh axis in a step.
+
+    Attributes:
+        axis: Name of the axis.
+        size: Devices along the axis.
+        nbytes: Bytes sent.
+        overlaps: Whether other work can hide the communication: the result is not needed at once.
+    """
+
+    axis: str
+    size: int
+    nbytes: int
+    overlaps: bool
+
+
+def axis_traffic(inputs: MemoryInputs) -> list[AxisTraffic]:
+    """Return the traffic of each mesh axis of more than one device, by the rules in this module's docstring."""
+    counts = {"dp": _gradient_nbytes, "fsdp": _fsdp_nbytes, "mp": _mp_nbytes, "sp": _sp_nbytes}
+    traffic = ((axis, inputs.axis_size(axis), count) for axis, count in counts.items())
+    return [
+        AxisTraffic(axis, size, inputs.accumulate * count(inputs) * (size - 1) // size, axis != "mp")
+        for axis, size, count in traffic
+        if size > 1
+    ]
+
+
+def _gradient_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of an all-reduce of the gradients on each device, in rings."""
+    return 2 * FLOAT32 * sum(map(inputs.local_leaf_size, inputs.leaves.values()))
+
+
+def _fsdp_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of the gathered parameters and gradients of leaves that fsdp splits; all-reduced otherwise."""
+    num_bytes = 0
+    for leaf in inputs.leaves.values():
+        gathered_size, local_size = inputs.local_leaf_size(leaf, is_gathered=True), inputs.local_leaf_size(leaf)
+        is_split = gathered_size > local_size
+        num_bytes += gathered_size * (WEIGHT_GATHERS * inputs.itemsize + FLOAT32 if is_split else 2 * FLOAT32)
+    return num_bytes
+
+
+def _mp_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of the residual stream in all all-gathers and reduce-scatters over mp."""
+    layers = sum(_mp_residuals(inputs, stack) for stack in layer_stacks(inputs))
+    head_and_embedding = 2 * 2 * _residual_size(inputs, inputs.seq_length)
+    return inputs.itemsize * (layers + head_and_embedding)
+
+
+def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the elements that the layers of a stack gather and scatter."""
+    num_blocks = 1 if stack.arch_config.block_type in PARALLEL_BLOCKS else 1 + len(stack.kv_lengths)
+    num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
+    return 2 * num_passes * num_blocks * stack.num_layers * _residual_size(inputs, row_length(inputs, stack))
+
+
+def _residual_size(inputs: MemoryInputs, length: int) -> int:
+    """Return the elements of the residual stream [B, T, D] that a device computes with."""
+    return inputs.local_batch_size * length * inputs.embed_size // inputs.num_seq_shards(length)
+
+
+def _sp_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of keys, values and their gradients in rings over sp, and of the gradients of parameters."""
+    return _gradient_nbytes(inputs) + sum(_ring_nbytes(inputs, stack) for stack in layer_stacks(inputs))
+
+
+def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the bytes of keys and values that a stack's layers send; 0 if sp does not split them."""
+    length = row_length(inputs, stack)
+    if inputs.num_seq_shards(length) == 1:
+        return 0
+    kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
+    num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3
+    kv_size = 2 * inputs.local_batch_size * length * kv_heads * inputs.local_extent("head_dim")
+    return stack.num_layers * kv_size * (num_passes * inputs.itemsize + FLOAT32)
+
+
+def axis_strides(inputs: MemoryInputs) -> Iterator[tuple[str, int]]:
+    """Yield each mesh axis with the distance of neighbours along it, in devices."""
+    stride = 1
+    for axis in reversed(inputs.mesh.names if inputs.mesh else ()):
+        yield axis, stride
+        stride *= inputs.axis_size(axis)

@@ -1,0 +1,154 @@
+"""Changes of a recipe that make a training step fit into memory, each verified by another estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.models.chunk_sizes import chunk_length
+from trainer.models.errors import PrepError
+from trainer.models.memory_inputs import SAVES_ALL
+from trainer.models.mesh import parse_mesh
+from trainer.models.rules import Rules
+from trainer.planning.meshes import meshes_of
+from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
+
+FFN_CHUNK_SIZES = (2048, 512)
+HEAD_CHUNK_SIZES = (512, 128)
+TILE_SIZES = (512, 256)
+MAX_DEVICES = 4096  # of the meshes to try
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChange:
+    """Changes of a recipe, and the peak of the changed step.
+
+    Attributes:
+        values: New values of dotted keys.
+        plan: The plan with them.
+    """
+
+    values: Mapping[str, Any]
+    plan: TrainingPlan
+
+    @property
+    def options(self) -> str:
+        """The changes as options of `prep train`."""
+        return " ".join(f"--set {key}={value}" for key, value in self.values.items())
+
+
+Replan = Callable[[Mapping[str, Any]], TrainingPlan | None]  # the plan with changed values; None if it is not valid
+
+
+def find_memory_change(
+    plan: TrainingPlan, model: PlannedModel, rules: Rules, *, limit_nbytes: int, max_devices: int = MAX_DEVICES
+) -> MemoryChange | None:
+    """Find changes after which a step's estimated peak is within a limit.
+
+    Changes that keep the mesh are tried first: those that recompute or divide work, from the cheapest on. If they do
+    not suffice, other meshes of as many devices are tried as well, and then larger ones. A change that is not needed
+    in the end is left out.
+
+    Args:
+        plan: The plan that exceeds the limit.
+        model: The model to train.
+        rules: Partition rules.
+        limit_nbytes: Memory of a device.
+        max_devices: Devices of the largest mesh to try.
+
+    Returns:
+        The changes; None if nothing suffices.
+    """
+
+    def replan(values: Mapping[str, Any]) -> TrainingPlan | None:
+        try:
+            recipe = with_values(plan.recipe, values)
+            return plan_training(recipe, model, rules, widens_bfloat16=plan.widens_bfloat16)
+        except PrepError:
+            return None
+
+    applied = _apply_until_fit(plan, replan, limit_nbytes)
+    if not _fits(applied.plan, limit_nbytes):
+        meshes = (replan({**applied.values, "mesh": mesh}) for mesh in _other_meshes(plan, rules, max_devices))
+        fitting = next((other for other in meshes if other and _fits(other, limit_nbytes)), None)
+        if fitting is None:
+            return None
+        applied = MemoryChange({**applied.values, "mesh": str(fitting.mesh)}, fitting)
+    return _drop_needless(applied, replan, limit_nbytes)
+
+
+def _fits(plan: TrainingPlan, limit_nbytes: int) -> bool:
+    return plan.memory.peak <= limit_nbytes
+
+
+def _apply_until_fit(plan: TrainingPlan, replan: Replan, limit_nbytes: int) -> MemoryChange:
+    """Apply every change that lowers the peak, until the step fits."""
+    applied = MemoryChange({}, plan)
+    for values in _candidates(plan):
+        changed = replan({**applied.values, **values})
+        if changed and changed.memory.peak < applied.plan.memory.peak:
+            applied = MemoryChange({**applied.values, **values}, changed)
+        if _fits(applied.plan, limit_nbytes):
+            break
+    return applied
+
+
+def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> MemoryChange:
+    """Return the changes without those that the step fits without."""
+    for key in change.values:
+        values = {name: value for name, value in change.values.items() if name != key}
+        fewer = replan(values)
+        if fewer and _fits(fewer, limit_nbytes):
+            change = replace(change, values=values, plan=fewer)
+    return change
+
+
+def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    """Yield changes that keep the mesh and the batch size, in the order in which to try them."""
+    length, current = plan.inputs.seq_length, plan.recipe.model
+    if current.remat_policy in SAVES_ALL:
+        yield {"model.remat_policy": "nothing_saveable"}
+    if current.attention_kernel == "reference":
+        yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
+    yield from _smaller("model.head_chunk_size", current.head_chunk_size, HEAD_CHUNK_SIZES[:1], length)
+    yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
+    yield from _more_micro_batches(plan)
+    if current.remat_policy != "nothing_saveable":
+        yield {"model.remat_policy": "nothing_saveable"}
+    for key, value, sizes in (
+        ("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES),
+        ("model.head_chunk_size", current.head_chunk_size, HEAD_CHUNK_SIZES),
+        ("model.q_chunk_size", current.q_chunk_size, TILE_SIZES),
+        ("model.k_chunk_size", current.k_chunk_size, TILE_SIZES),
+    ):
+        yield from _smaller(key, value, sizes, length)
+
+
+def _smaller(key: str, current: int, sizes: tuple[int, ...], length: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the sizes of chunks that are smaller than the current chunks."""
+    yield from ({key: size} for size in sizes if size < chunk_length(current, length))
+
+
+def _more_micro_batches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    """Yield the key that leaves each replica one sequence of a micro-batch, and keeps the batch size."""
+    if plan.inputs.local_batch_size == 1:
+        return
+    batch, size = plan.recipe.batch, plan.inputs.micro_batch_size * plan.inputs.accumulate
+    values: dict[str, Any] = {} if batch.size else {"batch.size": size}
+    if batch.per_device:
+        yield {**values, "batch.per_device": 1}
+    elif batch.per_replica:
+        yield {**values, "batch.per_replica": 1}
+    else:
+        yield {**values, "batch.accumulate": plan.inputs.local_batch_size * plan.inputs.accumulate}
+
+
+def _other_meshes(plan: TrainingPlan, rules: Rules, max_devices: int) -> Iterator[str]:
+    """Yield other meshes, the fewest devices first, then the least mp, and then the most fsdp."""
+    number = plan.mesh.n_devices
+    while number <= max_devices:
+        meshes = {mesh: parse_mesh(mesh) for mesh in meshes_of(number, rules)}
+        yield from sorted(meshes, key=lambda mesh: (meshes[mesh].size("mp"), -meshes[mesh].size("fsdp")))
+        number *= 2

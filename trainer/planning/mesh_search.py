@@ -1,0 +1,65 @@
+"""Search of the meshes of a number of devices on which a training step fits, the fastest first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from trainer.models.errors import PrepError
+from trainer.models.rules import Rules
+from trainer.planning.accelerators import Accelerator
+from trainer.planning.meshes import meshes_of
+from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.training_plan import KindEstimate, TrainingPlan, plan_training, with_values
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class MeshOption:
+    """A mesh on which the step fits, with its plan and its estimate."""
+
+    plan: TrainingPlan
+    estimate: KindEstimate
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSearch:
+    """The result of a search.
+
+    Attributes:
+        options: Meshes on which the step fits, the most tokens per second first.
+        num_too_large: Meshes on which it does not fit.
+        refusals: Number of meshes that do not divide the model or the batch, by the reason.
+    """
+
+    options: tuple[MeshOption, ...]
+    num_too_large: int
+    refusals: Counter[str]
+
+
+def search_meshes(
+    recipe: Recipe, model: PlannedModel, rules: Rules, *, kind: Accelerator, num_devices: int
+) -> MeshSearch:
+    """Plan a step on every mesh of a number of devices.
+
+    Args:
+        recipe: The recipe; its mesh is not used.
+        model: The model to train.
+        rules: Partition rules.
+        kind: The accelerators.
+        num_devices: Number of devices.
+    """
+    options: list[MeshOption] = []
+    refusals: Counter[str] = Counter()
+    num_too_large = 0
+    for mesh in meshes_of(num_devices, rules):
+        try:
+            plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules)
+        except PrepError as error:
+            refusals[error.what] += 1
+            continue
+        estimate = plan.on(kind)
+        options += [MeshOption(plan, estimate)] if estimate.fits else []
+        num_too_large += not estimate.fits
+    options.sort(key=lambda option: (-option.estimate.tokens_per_s, option.plan.memory.peak))
+    return MeshSearch(tuple(options), num_too_large, refusals)

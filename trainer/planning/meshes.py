@@ -1,0 +1,27 @@
+"""The meshes of a number of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainer.models.mesh import MESH_AXES, parse_mesh
+from trainer.models.rules import Rules, activation_rules
+
+
+def meshes_of(num_devices: int, rules: Rules) -> Iterator[str]:
+    """Yield the meshes of a number of devices; with sp only if it splits the computation."""
+    splits_seq = any("sp" in choice for choice in activation_rules(rules)["seq"])
+    axes = MESH_AXES if splits_seq else MESH_AXES[:3]
+    for sizes in _factorizations(num_devices, len(axes)):
+        yield str(parse_mesh(",".join(f"{axis}:{size}" for axis, size in zip(axes, sizes))))
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield all tuples of `count` positive integers with a product."""
+    if count == 1:
+        yield (number,)
+        return
+    for divisor in (d for d in range(1, math.isqrt(number) + 1) if number % d == 0):
+        for first in sorted({divisor, number // divisor}):
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))

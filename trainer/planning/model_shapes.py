@@ -1,0 +1,83 @@
+"""A model as far as a plan needs it: its config, its layout, and the shapes that a mesh needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.models.mesh import Mesh
+from trainer.models.param_tree import ParamLeaf, param_leaves
+from trainer.models.parameters import HFConfig
+from trainer.models.partition import vocab_multiple
+from trainer.models.registry import family_of
+from trainer.models.rope_overrides import RopeOverrides, override_rope
+from trainer.models.rules import Rules
+from trainer.planning.step_inputs import ModelShapes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model to plan for.
+
+    Attributes:
+        config: Content of its config.json.
+        is_tied: Whether the LM head is the token embedding.
+        scan: Whether each parameter of the layers is one leaf.
+        scan_axis: The axis over which layers are stacked.
+        is_converted: Whether it is a checkpoint of prep, whose vocabulary is padded already.
+    """
+
+    config: HFConfig
+    is_tied: bool
+    scan: bool = True
+    scan_axis: int = 0
+    is_converted: bool = False
+
+    def shapes(self, mesh: Mesh, rules: Rules) -> ModelShapes:
+        """Return the architecture and the parameters, with the vocabulary of `--pad-vocab auto` before conversion.
+
+        Raises:
+            PrepError: The config is invalid or needs an unsupported feature.
+        """
+        family, config = family_of(self.config), self.config
+        if not self.is_converted:
+            dims = {path: leaf.dims for path, leaf in self._leaves(config).items()}
+            multiple = vocab_multiple(dims, mesh, rules)
+            config = {**config, "vocab_size": -(-family.sizes(config)["vocab"] // multiple) * multiple}
+        return ModelShapes(family.arch_config(config), self._leaves(config))
+
+    def _leaves(self, config: HFConfig) -> dict[str, ParamLeaf]:
+        """Return the parameters of a config with the layout of this model."""
+        return param_leaves(family_of(config), config, self.is_tied, scan=self.scan, scan_axis=self.scan_axis)
+
+    def with_rope(self, overrides: RopeOverrides) -> PlannedModel:
+        """Return the model with the recipe's rotary embedding.
+
+        Raises:
+            UsageError: The model does not support it.
+        """
+        config = override_rope(dict(self.config), overrides)
+        return PlannedModel(config, self.is_tied, self.scan, self.scan_axis, self.is_converted)
+
+
+def model_of_config(config: HFConfig, *, has_stored_head: bool = False) -> PlannedModel:
+    """Return the model of a config.json before its conversion.
+
+    Args:
+        config: Content of the config.json.
+        has_stored_head: Whether the checkpoint stores the head's tensor.
+
+    Raises:
+        PrepError: The model's family is not supported.
+    """
+    family = family_of(config)
+    tensors = (family.tying.head_tensor,) if has_stored_head else ()
+    return PlannedModel(config, family.is_tied(config, tensors))
+
+
+def model_of_manifest(manifest: Mapping[str, Any]) -> PlannedModel:
+    """Return the model of a checkpoint of prep."""
+    return PlannedModel(
+        manifest["config"], manifest["tied"], manifest["scan"], manifest["scan_axis"], is_converted=True
+    )

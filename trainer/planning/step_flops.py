@@ -1,0 +1,147 @@
+"""Floating-point operations of a training step, from shapes alone.
+
+A product of a matrix with N parameters takes 2*N operations per token in the forward pass and 4*N in the backward
+pass; attention takes 4*H*E per visible pair of query and key, and 8*H*E in the backward pass (Chowdhery et al. 2022,
+https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups, norms, activations, softmax and the optimizer are
+not counted. An expert's matrices count for the tokens that it is expected to get.
+
+`attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures do;
+`attention_causal` counts only the visible ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer.models.architecture import FULL_ATTENTION
+from trainer.models.chunk_sizes import chunk_length
+from trainer.models.layer_memory import LayerStack
+from trainer.models.memory_estimate import layer_stacks
+from trainer.models.memory_inputs import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, MemoryInputs
+from trainer.models.param_tree import ParamLeaf
+
+TRAINING_PASSES = 3  # a forward pass, and a backward pass of twice its operations
+HEAD = "head.weight"
+EMBEDDING = "embed.tokens"
+EXPERTS = "experts"
+SOURCE_PROJECTIONS = (".cross.k.", ".cross.v.")  # parts of paths of matrices that multiply the encoder's output
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """The operations of a step on all devices.
+
+    Attributes:
+        matmul: Products with parameters.
+        attention_full: Products of queries, keys and values, with masked pairs.
+        attention_causal: The same without masked pairs.
+        masked: Operations on masked pairs, which attention without tiles computes.
+        recomputed: Operations that the backward pass repeats.
+    """
+
+    matmul: int
+    attention_full: int
+    attention_causal: int
+    masked: int
+    recomputed: int
+
+    @property
+    def model_full(self) -> int:
+        """Operations that MFU counts, with masked pairs."""
+        return self.matmul + self.attention_full
+
+    @property
+    def model_causal(self) -> int:
+        """Operations that MFU counts, without masked pairs."""
+        return self.matmul + self.attention_causal
+
+    @property
+    def executed(self) -> int:
+        """Operations that the devices execute."""
+        return self.model_causal + self.masked + self.recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardFlops:
+    """The operations of one forward pass over all sequences of a step, of all layers of a stack."""
+
+    projections: int
+    attention_full: int
+    attention_causal: int
+    attention_dense: int
+
+
+def count_step_flops(inputs: MemoryInputs) -> StepFlops:
+    """Count the operations of a step on all devices by the rules in this module's docstring."""
+    stacks = [_count_stack(inputs, stack) for stack in layer_stacks(inputs)]
+    num_tokens = inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
+    head = inputs.leaves.get(HEAD) or inputs.leaves[EMBEDDING]
+    head_flops = 2 * math.prod(head.shape) * num_tokens
+    causal = sum(stack.attention_causal for stack in stacks)
+    dense = sum(stack.attention_dense for stack in stacks)
+    return StepFlops(
+        matmul=TRAINING_PASSES * (head_flops + sum(stack.projections for stack in stacks)),
+        attention_full=TRAINING_PASSES * sum(stack.attention_full for stack in stacks),
+        attention_causal=TRAINING_PASSES * causal,
+        masked=0 if inputs.attention_tile else TRAINING_PASSES * (dense - causal),
+        recomputed=sum(_recomputed_flops(inputs, stack) for stack in stacks),
+    )
+
+
+def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
+    """Count the operations of the forward pass of a decoder's or an encoder's layers."""
+    num_sequences, length = inputs.accumulate * inputs.micro_batch_size, row_length(inputs, stack)
+    num_projections = sum(_leaf_flops(inputs, stack, leaf) for leaf in stack.layer_leaves())
+    pair_flops = 4 * num_sequences * inputs.extent("heads") * inputs.extent("head_dim")
+    full = causal = dense = 0
+    for name in stack.kv_lengths:
+        kv_length = length if name == "attn" else inputs.source_length
+        is_causal = name == "attn" and not is_encoder(inputs, stack)
+        for window in stack.arch_config.sliding_windows:
+            window_pairs = length * min(window or kv_length, kv_length)
+            full += window_pairs
+            causal += _visible_pairs(length, window) if is_causal else window_pairs
+            dense += length * kv_length
+    return _ForwardFlops(num_sequences * num_projections, pair_flops * full, pair_flops * causal, pair_flops * dense)
+
+
+def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
+    """Return whether layers are those of the encoder."""
+    return stack.arch_config is inputs.arch_config.encoder
+
+
+def row_length(inputs: MemoryInputs, stack: LayerStack) -> int:
+    """Return the tokens of a whole row of layers, of all devices along sp."""
+    return inputs.source_length if is_encoder(inputs, stack) else inputs.seq_length
+
+
+def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int:
+    """Return the operations of a parameter for one sequence in the forward pass; 0 if it is no matrix."""
+    if leaf.role != "matrix":
+        return 0
+    size, is_of_source = math.prod(leaf.shape), any(part in leaf.path for part in SOURCE_PROJECTIONS)
+    if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
+        size = size * inputs.arch_config.experts_per_token // inputs.leaf_extent(leaf, EXPERTS)
+    return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
+
+
+def _visible_pairs(length: int, window: int) -> int:
+    """Return the pairs of a query and a key at or before it, within a sliding window."""
+    if window == FULL_ATTENTION or window >= length:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
+    """Return the operations of a stack that the backward pass repeats.
+
+    These are the layers, or only attention, by the rematerialization policy; the chunks of tokens; and the scores of
+    tiled attention. Layers in chunks that are rematerialized as well are counted once: most of one is dead code.
+    """
+    attention = stack.attention_causal if inputs.attention_tile else stack.attention_dense
+    saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
+    is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length
+    recomputed = 0 if saves_projections and not is_chunked else stack.projections
+    recomputed += 0 if inputs.remat_policy in SAVES_ALL + SAVES_DOTS else attention
+    return recomputed + (attention // 2 if inputs.attention_tile else 0)

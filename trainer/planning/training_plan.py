@@ -1,0 +1,124 @@
+"""The plan of a training step: its memory, operations, communication, and time on each kind of accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
+from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.partition import leaf_spec
+from trainer.models.rules import Rules, check_leaf_rules
+from trainer.planning.accelerators import Accelerator
+from trainer.planning.collectives import AxisTraffic, axis_traffic
+from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.step_flops import StepFlops, count_step_flops
+from trainer.planning.step_inputs import step_inputs
+from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
+from trainer.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class KindEstimate:
+    """A step on one kind of accelerator.
+
+    Attributes:
+        kind: The accelerators.
+        fits: Whether the estimated peak is within their memory.
+        time: Time of the step.
+        tokens_per_s: Tokens of all devices per second.
+        mfu_full: Model FLOPs utilization, masked pairs counted as in published figures.
+        mfu_causal: The same without masked pairs.
+    """
+
+    kind: Accelerator
+    fits: bool
+    time: StepTime
+    tokens_per_s: float
+    mfu_full: float
+    mfu_causal: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """The plan of a training step.
+
+    Attributes:
+        recipe: The recipe, with the planned mesh.
+        mesh: The mesh without open axes.
+        inputs: Inputs of the estimates.
+        memory: Memory of one device.
+        flops: Operations of all devices.
+        traffic: Communication of one device, by mesh axis.
+        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+    """
+
+    recipe: Recipe
+    mesh: Mesh
+    inputs: MemoryInputs
+    memory: MemoryEstimate
+    flops: StepFlops
+    traffic: tuple[AxisTraffic, ...]
+    widens_bfloat16: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return step_tokens(self.inputs)
+
+    def on(self, kind: Accelerator) -> KindEstimate:
+        """Estimate the step on a kind of accelerator."""
+        time = estimate_step_time(self.inputs, kind, memory=self.memory, flops=self.flops, traffic=self.traffic)
+        peak_step_flops = time.step_s * self.mesh.n_devices * kind.peak_flops
+        return KindEstimate(
+            kind=kind,
+            fits=self.memory.peak <= kind.memory_nbytes,
+            time=time,
+            tokens_per_s=self.tokens / time.step_s,
+            mfu_full=self.flops.model_full / peak_step_flops,
+            mfu_causal=self.flops.model_causal / peak_step_flops,
+        )
+
+
+def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules, *, widens_bfloat16: bool = False) -> TrainingPlan:
+    """Plan a training step.
+
+    Args:
+        recipe: The recipe; its mesh has no open axis.
+        model: The model to train.
+        rules: Partition rules.
+        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+
+    Raises:
+        UsageError: The mesh has an open axis or does not divide a parameter, or the batch does not divide among the
+            devices.
+    """
+    mesh = parse_mesh(recipe.mesh, "mesh")
+    shapes = model.shapes(mesh, rules)
+    check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
+    for leaf in shapes.leaves.values():
+        leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
+    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules, widens_bfloat16=widens_bfloat16)
+    return TrainingPlan(
+        recipe=recipe,
+        mesh=mesh,
+        inputs=inputs,
+        memory=estimate_memory(inputs),
+        flops=count_step_flops(inputs),
+        traffic=tuple(axis_traffic(inputs)),
+        widens_bfloat16=widens_bfloat16,
+    )
+
+
+def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other values of dotted keys, which must be valid."""
+    updates: dict[str, Any] = {}
+    for key, value in values.items():
+        table, _, name = key.rpartition(".")
+        if table:
+            updates[table] = updates.get(table, getattr(recipe, table)).model_copy(update={name: value})
+        else:
+            updates[name] = value
+    return recipe.model_copy(update=updates)
