@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+ROTATIONS = np.array([[13, 15, 26, 6], [17, 29, 16, 24]], np.uint32)  # of even and odd groups of rounds
+NUM_GROUPS = 5  # of 4 rounds each
 KEY_PARITY = np.uint32(0x1BD11BDA)
 MULTIPLIERS = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
 
@@ -40,16 +41,25 @@ def uint32(value: Array | int) -> Array:
 def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> RandomKey:
     """Derive a key from a key and two integers, by Threefry-2x32 of the integers.
 
-    Distinct pairs of integers have distinct keys.
+    Distinct pairs of integers have distinct keys. The rounds are a loop: they compile fast, and the compiler does not
+    fuse them with the use of the key, where it would compute them for each element.
     """
-    schedule = (key.first, key.second, key.first ^ key.second ^ KEY_PARITY)
-    x, y = uint32(first) + schedule[0], uint32(second) + schedule[1]
-    for group in range(5):
-        for rotation in ROTATIONS[group % 2]:
+    parity = key.first ^ key.second ^ KEY_PARITY
+    x, y = uint32(first) + key.first, uint32(second) + key.second
+    shape = jnp.broadcast_shapes(x.shape, y.shape)
+
+    def run_group(
+        group: Array, carry: tuple[Array, Array, tuple[Array, Array, Array]]
+    ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
+        x, y, (last, next_x, next_y) = carry
+        for rotation in jnp.asarray(ROTATIONS)[group % 2]:
             x = x + y
             y = (y << rotation | y >> (32 - rotation)) ^ x
-        x, y = x + schedule[(group + 1) % 3], y + (schedule[(group + 2) % 3] + (group + 1))
-    return RandomKey(x, y)
+        return x + next_x, y + next_y + uint32(group + 1), (next_x, next_y, last)
+
+    schedule = (key.first, key.second, parity)
+    initial = (jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape), schedule)
+    return RandomKey(*lax.fori_loop(0, NUM_GROUPS, run_group, initial)[:2])
 
 
 def random_bits(key: RandomKey, index: Array) -> Array:
