@@ -1,9 +1,9 @@
 """Random numbers as a function of integers: the same on every device, in every order and for every shape of a call.
 
 Keys come from Threefry-2x32 with 20 rounds, a counter-based generator (Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405, section 5.2), which computes about 110 operations per key. A key is the start
-of a stream of bits, one uint32 per index, which are cheaper: two rounds of a multiplicative hash with the constants of
-https://github.com/skeeto/hash-prospector (`21f0aaad`, `d35a2d97`), with one word of the key before each round.
+https://doi.org/10.1145/2063384.2063405): about 110 operations per key. A key selects a stream with one uint32 per
+index: about 10 operations each, two rounds of a multiplicative hash with the constants `21f0aaad` and `d35a2d97` of
+https://github.com/skeeto/hash-prospector, with one word of the key before each round.
 
 All functions broadcast their arguments. Their arithmetic is modulo 2^32.
 """
@@ -48,18 +48,16 @@ def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> R
     x, y = uint32(first) + key.first, uint32(second) + key.second
     shape = jnp.broadcast_shapes(x.shape, y.shape)
 
-    def run_group(
-        group: Array, carry: tuple[Array, Array, tuple[Array, Array, Array]]
-    ) -> tuple[Array, Array, tuple[Array, Array, Array]]:
-        x, y, (last, next_x, next_y) = carry
+    def run_group(group: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        x, y, last, next_x, next_y = carry
         for rotation in jnp.asarray(ROTATIONS)[group % 2]:
             x = x + y
             y = (y << rotation | y >> (32 - rotation)) ^ x
-        return x + next_x, y + next_y + uint32(group + 1), (next_x, next_y, last)
+        return x + next_x, y + next_y + uint32(group + 1), next_x, next_y, last
 
-    schedule = (key.first, key.second, parity)
-    initial = (jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape), schedule)
-    return RandomKey(*lax.fori_loop(0, NUM_GROUPS, run_group, initial)[:2])
+    initial = (jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape), key.first, key.second, parity)
+    x, y, *_ = lax.fori_loop(0, NUM_GROUPS, run_group, initial)
+    return RandomKey(x, y)
 
 
 def random_bits(key: RandomKey, index: Array) -> Array:
