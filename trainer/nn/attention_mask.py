@@ -147,12 +147,12 @@ class AttentionMask:
         return self.bias.materialize(self.q_positions, self.kv_positions)
 
     def drop(self, x: Array) -> Array:
-        """Drop elements of the probabilities, or of their gradient, [B, K, G, T, S]."""
+        """Drop elements of the probabilities [B, K, G, T, S], and scale the rest."""
         if self.dropout is None:
             return x
         assert self.q_positions is not None
         assert self.kv_positions is not None
-        return self.dropout.apply(x, self.q_positions, self.kv_positions)
+        return self.dropout.for_queries(self.q_positions).apply(x, self.kv_positions)
 
 
 def _and(visible: Array | None, other: Array) -> Array:

@@ -61,17 +61,34 @@ class AttentionDropout:
     head_ids: Array
     rate: float
 
-    def apply(self, x: Array, q_positions: Array, kv_positions: Array) -> Array:
-        """Drop elements of all probabilities, or of those of a tile, and scale the rest by 1 / (1 - rate).
+    def for_queries(self, q_positions: Array) -> QueryDropout:
+        """Return the dropout of the probabilities of queries at int32 [T], or [B or 1, T] if rows differ."""
+        keys = derive_key(self.row_keys.reshape(-1, 1, 1), self.head_ids, q_positions[..., None])
+        return QueryDropout(keys, self.rate)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["keys"], meta_fields=["rate"])
+@dataclass(frozen=True, slots=True)
+class QueryDropout:
+    """Dropout of the attention probabilities of all queries, or of those of a tile.
+
+    Attributes:
+        keys: Key of each query and head [B, T, H].
+        rate: Fraction of the probabilities to drop.
+    """
+
+    keys: RandomKey
+    rate: float
+
+    def apply(self, x: Array, kv_positions: Array) -> Array:
+        """Drop elements of the probabilities, and scale the rest by 1 / (1 - rate).
 
         Args:
             x: Probabilities or their gradient [B, K, G, T, S].
-            q_positions: int32 [T], or [B or 1, T].
             kv_positions: int32 [S], or [B or 1, S].
         """
-        query_keys = derive_key(self.row_keys.reshape(-1, 1, 1), self.head_ids[:, None], q_positions[..., None, :])
-        index = kv_positions[..., None, None, None, :]
-        return drop(x, query_keys.reshape(*x.shape[:-1], 1), index, self.rate)
+        keys = RandomKey(*(words.swapaxes(1, 2).reshape(*x.shape[:-1], 1) for words in self.keys))
+        return drop(x, keys, kv_positions[..., None, None, None, :], self.rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Random numbers as a function of integers: the same on every device, in every order and for every shape of a call.
 
 Keys come from Threefry-2x32 with 20 rounds, a counter-based generator (Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405, section 5.2), which computes about 110 operations per key. A key is the start
-of a stream of bits, one uint32 per index, which are cheaper: two rounds of a multiplicative hash with the constants of
-https://github.com/skeeto/hash-prospector (`21f0aaad`, `d35a2d97`), with one word of the key before each round.
+https://doi.org/10.1145/2063384.2063405): about 110 operations per key. A key selects a stream with one uint32 per
+index: about 10 operations each, two rounds of a multiplicative hash with the constants `21f0aaad` and `d35a2d97` of
+https://github.com/skeeto/hash-prospector, with one word of the key before each round.
 
 All functions broadcast their arguments. Their arithmetic is modulo 2^32.
 """
@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+ROTATIONS = np.array([[13, 15, 26, 6], [17, 29, 16, 24]], np.uint32)  # of even and odd groups of rounds
+NUM_GROUPS = 5  # of 4 rounds each
 KEY_PARITY = np.uint32(0x1BD11BDA)
 MULTIPLIERS = (np.uint32(0x21F0AAAD), np.uint32(0xD35A2D97))
 
@@ -40,15 +41,22 @@ def uint32(value: Array | int) -> Array:
 def derive_key(key: RandomKey, first: Array | int, second: Array | int = 0) -> RandomKey:
     """Derive a key from a key and two integers, by Threefry-2x32 of the integers.
 
-    Distinct pairs of integers have distinct keys.
+    Distinct pairs of integers have distinct keys. The rounds are a loop: they compile fast, and the compiler does not
+    fuse them with the use of the key, where it would compute them for each element.
     """
-    schedule = (key.first, key.second, key.first ^ key.second ^ KEY_PARITY)
-    x, y = uint32(first) + schedule[0], uint32(second) + schedule[1]
-    for group in range(5):
-        for rotation in ROTATIONS[group % 2]:
+    parity = key.first ^ key.second ^ KEY_PARITY
+    x, y = uint32(first) + key.first, uint32(second) + key.second
+    shape = jnp.broadcast_shapes(x.shape, y.shape)
+
+    def run_group(group: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        x, y, last, next_x, next_y = carry
+        for rotation in jnp.asarray(ROTATIONS)[group % 2]:
             x = x + y
             y = (y << rotation | y >> (32 - rotation)) ^ x
-        x, y = x + schedule[(group + 1) % 3], y + (schedule[(group + 2) % 3] + (group + 1))
+        return x + next_x, y + next_y + uint32(group + 1), next_x, next_y, last
+
+    initial = (jnp.broadcast_to(x, shape), jnp.broadcast_to(y, shape), key.first, key.second, parity)
+    x, y, *_ = lax.fori_loop(0, NUM_GROUPS, run_group, initial)
     return RandomKey(x, y)
 
 

@@ -45,7 +45,7 @@ def attention_mask(site: Site = Site.ATTENTION, **options: Any) -> Any:
     dropout = layer_dropout(make_dropout(**options).for_stack(Stack.DECODER)).attention(site, 4)
     assert dropout is not None
     ones, positions = jnp.ones((ROWS, 4, 1, LENGTH, LENGTH)), jnp.arange(LENGTH)
-    return np.asarray(dropout.apply(ones, positions, positions))[:, :, 0] > 0
+    return np.asarray(dropout.for_queries(positions).apply(ones, positions))[:, :, 0] > 0
 
 
 def embedding_mask(**options: Any) -> Any:

@@ -15,6 +15,7 @@ N tiles of queries or keys, t queries and s keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.dropout import AttentionDropout
+from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.score_bias import ScoreBias
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
@@ -52,11 +53,15 @@ class _TileConfig:
 
 
 class _Labels(NamedTuple):
-    """Positions and segments of queries or keys, and which keys are valid: [B or 1, T or S] each, or None."""
+    """Positions and segments of queries or keys, which keys are valid, and the dropout of queries.
+
+    All are arrays [B or 1, T or S], or [B, T, H] in the dropout, or None.
+    """
 
     positions: Array | None = None
     segment_ids: Array | None = None
     valid: Array | None = None
+    dropout: QueryDropout | None = None
 
 
 class _Constants(NamedTuple):
@@ -171,7 +176,7 @@ def _forward(
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep them: [T, S] in memory.
     tiled_q, labels = lax.optimization_barrier((q, constants))
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
-    q_tiles = jax.tree.map(cut_q, (tiled_q, labels.q_labels))
+    q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
     kv_tiles = jax.tree.map(cut_kv, (k, v, labels.kv_labels))
 
     def run_q_tile(_: None, q_tile: tuple[Array, _Labels]) -> tuple[None, tuple[Array, Array]]:
@@ -186,7 +191,7 @@ def _forward(
             def update(state: _SoftmaxState) -> _SoftmaxState:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, _ = _masked_scores(config, queries, keys, bias_table, mask)
-                return _update_softmax(state, scores, values, mask)
+                return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
 
             return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
 
@@ -200,12 +205,14 @@ def _forward(
     return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
 
 
-def _update_softmax(state: _SoftmaxState, scores: Array, values: Array, mask: AttentionMask) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, s, K, E]."""
+def _update_softmax(
+    state: _SoftmaxState, scores: Array, values: Array, drop: Callable[[Array], Array]
+) -> _SoftmaxState:
+    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, s, K, E]; `drop` applies dropout to weights."""
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
-    kept = mask.drop(weights).astype(values.dtype)
+    kept = drop(weights).astype(values.dtype)
     return _SoftmaxState(
         state.weighted_sum * rescale[..., None] + _einsum("bkgts,bske->bkgte", kept, values),
         maximum,
@@ -226,7 +233,7 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
-    q_tiles = (*jax.tree.map(cut_q, (saved.q, labels.q_labels, output_gradient, row_dots)), saved.log_normalizer)
+    q_tiles = (*jax.tree.map(cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots)), saved.log_normalizer)
     kv_tiles = jax.tree.map(cut_kv, (saved.k, saved.v, labels.kv_labels))
     num_kv_tiles = len(kv_tiles[0])
 
@@ -241,10 +248,11 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, d_scores_d_dots = _masked_scores(config, queries, keys, saved.bias_table, mask)
                 probabilities = jnp.exp(scores - log_normalizer[..., None])
-                d_probabilities = mask.drop(_einsum("btkge,bske->bkgts", d_output, values))
+                drop = partial(_drop, q_labels, kv_labels)
+                d_probabilities = drop(_einsum("btkge,bske->bkgts", d_output, values))
                 d_scores = probabilities * (d_probabilities - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
-                d_values = _einsum("bkgts,btkge->bske", mask.drop(probabilities).astype(d_output.dtype), d_output)
+                d_values = _einsum("bkgts,btkge->bske", drop(probabilities).astype(d_output.dtype), d_output)
                 return _Gradients(
                     gradients.q + _einsum("bkgts,bske->btkge", d_dots, keys),
                     gradients.k_tiles.at[index].add(_einsum("bkgts,btkge->bske", d_dots, queries)),
@@ -292,7 +300,7 @@ def _masked_scores(
 
 
 def _tile_mask(config: _TileConfig, constants: _Constants, q_labels: _Labels, kv_labels: _Labels) -> AttentionMask:
-    """Return the mask of a tile; its rules of visible keys and of dropout are those of whole sequences."""
+    """Return the mask of a tile; its rule of visible keys is the one of whole sequences."""
     return AttentionMask(
         q_positions=q_labels.positions,
         kv_positions=kv_labels.positions,
@@ -300,10 +308,26 @@ def _tile_mask(config: _TileConfig, constants: _Constants, q_labels: _Labels, kv
         q_segment_ids=q_labels.segment_ids,
         kv_segment_ids=kv_labels.segment_ids,
         layer_score_scale=constants.score_scale,
-        dropout=constants.dropout,
         window=config.window,
         is_causal=config.is_causal,
     )
+
+
+def _q_labels(constants: _Constants) -> _Labels:
+    """Return the labels of the queries with their dropout, whose keys are derived once for all tiles."""
+    labels, dropout = constants.q_labels, constants.dropout
+    if dropout is None:
+        return labels
+    assert labels.positions is not None
+    return labels._replace(dropout=dropout.for_queries(labels.positions))
+
+
+def _drop(q_labels: _Labels, kv_labels: _Labels, x: Array) -> Array:
+    """Drop elements of the probabilities of a tile [B, K, G, t, s], and scale the rest."""
+    if q_labels.dropout is None:
+        return x
+    assert kv_labels.positions is not None
+    return q_labels.dropout.apply(x, kv_labels.positions)
 
 
 def _tile_bias(config: _TileConfig, bias_table: Array, mask: AttentionMask) -> Array:

@@ -95,8 +95,8 @@ def exact_results(name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def kept(dropout: AttentionDropout, q_positions: np.ndarray, kv_positions: np.ndarray) -> Array:
     """Return the mask of kept probabilities [B, H, T, S]."""
-    ones = jnp.ones((NUM_ROWS, NUM_HEADS, 1, len(q_positions), len(kv_positions)))
-    return dropout.apply(ones, jnp.asarray(q_positions), jnp.asarray(kv_positions))[:, :, 0] > 0
+    ones = jnp.ones((NUM_ROWS, NUM_HEADS, 1, q_positions.shape[-1], kv_positions.shape[-1]))
+    return dropout.for_queries(jnp.asarray(q_positions)).apply(ones, jnp.asarray(kv_positions))[:, :, 0] > 0
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -126,11 +126,8 @@ def test_mask_follows_positions_rows_and_heads_in_any_order():
     whole = np.asarray(kept(dropout, positions, positions))
     order = np.random.default_rng(2).permutation(LENGTH)
     np.testing.assert_array_equal(kept(dropout, order, order), whole[:, :, order][..., order])
-    by_row = np.stack([order] * NUM_ROWS)
-    np.testing.assert_array_equal(
-        dropout.apply(jnp.ones((NUM_ROWS, NUM_HEADS, 1, LENGTH, LENGTH)), jnp.asarray(by_row), positions)[:, :, 0] > 0,
-        whole[:, :, order],
-    )
+    by_row = kept(dropout, np.stack([order] * NUM_ROWS), positions)
+    np.testing.assert_array_equal(by_row, whole[:, :, order])
     rows, heads = np.array([2, 0, 1]), np.array([3, 1, 0, 2])
     row_keys = RandomKey(*(words[rows] for words in dropout.row_keys))
     moved = AttentionDropout(row_keys, dropout.head_ids[heads], RATE)
