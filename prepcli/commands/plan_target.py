@@ -12,6 +12,7 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.recipes import recipes_folder
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import KEYS_BY_KIND
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.locate import locate
 from prepcli.sources.source import read_config
@@ -111,7 +112,7 @@ def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
         raise PrepError("the shapes of the model are unknown", why, "`--config CONFIG.json`")
-    if "tied" in contents.manifest:
+    if contents.manifest.get("kind") in KEYS_BY_KIND:
         return _Checkpoint(model_of_manifest(contents.manifest), contents.display_name, contents.manifest)
     head_tensor = family_of(contents.config).tying.head_tensor
     has_stored_head = head_tensor in {entry.name for entry in contents.entries}
