@@ -1,4 +1,4 @@
-"""The recipe and the model that `prep plan` is asked about; neither weights nor data need to exist."""
+"""The recipe and the model of a `prep plan` request; neither weights nor data need to exist."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlanTarget:
         recipe: The recipe; its mesh may have an open axis.
         model: The model, with the recipe's rotary embedding.
         rules: Mesh axes of each logical dim.
-        origin: Description of where the model's shapes are from.
+        origin: Name of the checkpoint, the file or the published config with the model's shapes.
     """
 
     recipe: Recipe
@@ -48,7 +48,7 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """What a plan needs of a checkpoint; the manifest is empty if prep did not write it."""
+    """The parts of a checkpoint that a plan needs; the manifest is empty if prep did not write the checkpoint."""
 
     model: PlannedModel
     origin: str
