@@ -1,4 +1,4 @@
-"""The recipe and the model that `prep plan` is asked about; neither weights nor data need to exist."""
+"""The recipe and the model of a `prep plan` request; neither weights nor data need to exist."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.recipes import recipes_folder
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
+from prepcli.formats.manifest import KEYS_BY_KIND
 from prepcli.inspection.contents import read_contents
 from prepcli.sources.locate import locate
 from prepcli.sources.source import read_config
@@ -36,8 +37,13 @@ class PlanTarget:
     Attributes:
         recipe: The recipe; its mesh may have an open axis.
         model: The model, with the recipe's rotary embedding.
+<<<<<<< HEAD
         rules: Partition rules.
         origin: Description of where the model's shapes are from.
+=======
+        rules: Mesh axes of each logical dim.
+        origin: Name of the checkpoint, the file or the published config with the model's shapes.
+>>>>>>> plan
     """
 
     recipe: Recipe
@@ -48,7 +54,7 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """What a plan needs of a checkpoint; the manifest is empty if prep did not write it."""
+    """The parts of a checkpoint that a plan needs; the manifest is empty if prep did not write the checkpoint."""
 
     model: PlannedModel
     origin: str
@@ -112,7 +118,7 @@ def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -
     if not contents.config:
         why = f"{contents.display_name} has no config.json"
         raise PrepError("the shapes of the model are unknown", why, "`--config CONFIG.json`")
-    if "tied" in contents.manifest:
+    if contents.manifest.get("kind") in KEYS_BY_KIND:
         return _Checkpoint(model_of_manifest(contents.manifest), contents.display_name, contents.manifest)
     head_tensor = family_of(contents.config).tying.head_tensor
     has_stored_head = head_tensor in {entry.name for entry in contents.entries}

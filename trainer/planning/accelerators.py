@@ -15,9 +15,11 @@ Sources:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trainer.models.errors import usage_error
+from trainer.models.mesh import MAX_DEVICES
 from trainer.models.suggest import did_you_mean
 
 GB = 10**9
@@ -81,13 +83,14 @@ def parse_devices(text: str) -> tuple[Accelerator, int | None]:
         The kind, and the number of devices; None without a number.
 
     Raises:
-        UsageError: The kind is unknown, or the number is not a positive integer.
+        UsageError: The kind is unknown, or the number is not an integer from 1 to MAX_DEVICES.
     """
     name, colon, number = text.partition(":")
     kinds = {known.lower(): known for known in ACCELERATORS}
     if name.lower() not in kinds:
         why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
-    if colon and not (number.isascii() and number.isdecimal() and 0 < int(number[:9]) == int(number)):
-        raise usage_error(f"`--devices {text:.60}` is invalid", "it takes KIND or KIND:NUMBER", "`--devices v5p:256`")
+    if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
+        why = f"it takes KIND or KIND:NUMBER, at most {MAX_DEVICES:,} devices"
+        raise usage_error(f"`--devices {text:.60}` is invalid", why, "`--devices v5p:256`")
     return ACCELERATORS[kinds[name.lower()]], int(number) if colon else None

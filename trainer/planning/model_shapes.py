@@ -1,4 +1,4 @@
-"""A model as far as a plan needs it: its config, its layout, and the shapes that a mesh needs."""
+"""A model without its weights: config, layout, and the shapes of its parameters on a mesh."""
 
 from __future__ import annotations
 

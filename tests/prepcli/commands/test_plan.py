@@ -60,6 +60,19 @@ def test_checkpoint_has_a_usual_step_and_its_own_mesh(capsys: pytest.CaptureFixt
     assert plan_json(capsys, "tiny", "--devices", "v5e:4")["mesh"] == "1,4,1"
 
 
+def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    for command in (
+        ["pad-vocab", "tiny", "--multiple", "8", "--out", "padded"],
+        ["save-init", "padded", "--out", "init"],
+        ["export", "init", "--out", "back"],
+    ):
+        assert main([*command, "-q"]) == OK
+    memories = [plan_json(capsys, name)["memory"] for name in ("padded", "init")]
+    assert memories[0] == memories[1]
+    assert plan_json(capsys, "back")["memory"]["parameters"] < memories[0]["parameters"], "without padding"
+
+
 def test_alias_is_planned_from_its_published_config(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "llama-13b", "--mesh", "1,64,4"]) == OK
     out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ def test_parse_devices_accepts_kind_and_number(text: str, name: str, number: int
     assert (kind.name, parsed_number) == (name, number)
 
 
-@pytest.mark.parametrize("text", ["v5p:0", "v5p:", "v5p:-1", "v5p:x", "v5p:99999999999999999999"])
+@pytest.mark.parametrize("text", ["v5p:0", "v5p:", "v5p:-1", "v5p:x", "v5p:1048577", "v5p:99999999999999999999"])
 def test_parse_devices_rejects_invalid_numbers(text: str):
     with pytest.raises(UsageError, match="is invalid"):
         parse_devices(text)
