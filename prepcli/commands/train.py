@@ -38,6 +38,7 @@ from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.models.attention_kernels import KernelChoice
     from trainer.training.loop import Job
     from trainer.training.step import TrainState
 
@@ -70,6 +71,7 @@ class _Run:
     step: int
     config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
     job: Job
+    kernel: KernelChoice
     memory: dict[str, Any]  # estimate in bytes
 
     @property
@@ -110,7 +112,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             run = _prepare_run(
                 loaded, folder, reader=reader, sharding=sharding, scratch_dir=scratch_dir, request=request, ui=ui
             )
-            for line in run_summary_lines(run.job, run.recipe, run.step):
+            for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
                 ui.note(line)
             fields = _run_fields(run, run.step)
             if request.dry_run:
@@ -223,6 +225,7 @@ def _prepare_run(
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
     """
     from trainer.training import setup
+    from trainer.training.attention_choice import choose_kernel
     from trainer.training.preflight import run_warnings
 
     recipe, step = loaded.recipe, _resume_step(folder, reader)
@@ -230,7 +233,8 @@ def _prepare_run(
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
-    memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
+    kernel = choose_kernel(recipe, model, sharding, warn=ui.warn)
+    memory = check_machine(recipe, model, sharding, folder, kernel=kernel.name, ui=ui, is_dry_run=request.dry_run)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
@@ -242,6 +246,7 @@ def _prepare_run(
         recipe,
         model,
         sharding=sharding,
+        kernel=kernel.name,
         datasets=datasets,
         manifest_fields=manifest_fields,
         stop_after=request.stop_after,
@@ -257,6 +262,7 @@ def _prepare_run(
         step=step,
         config=manifest["config"],
         job=job,
+        kernel=kernel,
         memory=memory,
     )
 
@@ -363,6 +369,7 @@ def _run_fields(run: _Run, step: int) -> dict[str, Any]:
         "steps": run.job.steps,
         "resumed_at": run.step,
         "mesh": str(run.job.setup.forward_config.sharding.mesh),
+        "attention_kernel": run.kernel.name,
     }
 
 

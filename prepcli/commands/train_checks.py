@@ -28,7 +28,14 @@ MAX_STATE_RATIO = 1.2  # runs whose parameters and moments exceed this multiple 
 
 
 def check_machine(
-    recipe: Recipe, model: ModelSpec, sharding: ShardingContext, folder: Path, *, ui: Ui, is_dry_run: bool
+    recipe: Recipe,
+    model: ModelSpec,
+    sharding: ShardingContext,
+    folder: Path,
+    *,
+    kernel: str,
+    ui: Ui,
+    is_dry_run: bool,
 ) -> dict[str, Any]:
     """Check memory and disk for a run, print warnings, and print the memory estimate if it is a dry run.
 
@@ -37,6 +44,7 @@ def check_machine(
         model: The model to train.
         sharding: Mesh and devices.
         folder: Folder of the run.
+        kernel: Name of the attention kernel.
         ui: Prints notes and warnings.
         is_dry_run: Whether to print the estimate.
 
@@ -50,7 +58,7 @@ def check_machine(
 
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    run = memory_run(recipe, model, sharding, widens_bfloat16=devices[0].platform == "cpu")
+    run = memory_run(recipe, model, sharding, kernel=kernel, widens_bfloat16=devices[0].platform == "cpu")
     estimated, available = estimate_memory(run), device_memory_nbytes(devices, host_memory())
     if is_dry_run:
         ui.note(memory_table(run, estimated, available))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
+from trainer.models.attention_kernels import KernelChoice
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import Rules, format_rule
 from trainer.models.rope_config import Rope
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from trainer.training.loop import Job
 
 
-def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
-    """Yield lines that describe the run: mesh, rules, rotary embedding, batch, evaluation and the step it resumes at.
+def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoice) -> Iterator[str]:
+    """Yield lines that describe the run: mesh, rules, rotary embedding, attention kernel, batch and evaluation.
 
     Args:
         job: The run.
         recipe: Its recipe.
         step: First step of the run.
+        kernel: Its attention kernel.
     """
     from trainer.distributed.sharding import param_nbytes_per_device
 
@@ -35,6 +37,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
         yield f"rules {', '.join(rule_texts(leaves, setup.forward_config.sharding.rules))}"
     yield from filter(None, [rope_text(setup.model.arch_config)])
+    yield str(kernel)
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.attention_kernels import find_kernel
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe, batch_shape
@@ -32,13 +33,16 @@ def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
         tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
 
 
-def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, widens_bfloat16: bool) -> MemoryInputs:
+def memory_run(
+    recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, kernel: str, widens_bfloat16: bool
+) -> MemoryInputs:
     """Return the inputs of the memory estimate of a training step.
 
     Args:
         recipe: The recipe.
         model: The model to train.
         sharding: The mesh of devices and its partition rules.
+        kernel: Name of the attention kernel.
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
     """
     assert sharding.mesh is not None
@@ -55,14 +59,8 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         remat_policy=recipe.model.remat_policy,
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
-        attention_tile=_attention_tile(recipe),
+        attention_tile=find_kernel(kernel).score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size),
     )
-
-
-def _attention_tile(recipe: Recipe) -> tuple[int, int] | None:
-    """Return the queries and keys of a tile; None if the scores of all exist at the same time."""
-    model = recipe.model
-    return None if model.attention_kernel == "reference" else (model.q_chunk_size, model.k_chunk_size)
 
 
 def context_warnings(recipe: Recipe, model: ModelSpec) -> Iterator[str]:

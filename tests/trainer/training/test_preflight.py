@@ -77,10 +77,10 @@ def test_check_inputs_accepts_valid_inputs():
 
 def test_memory_run_follows_batch_and_dtype():
     recipe = load_test_recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
-    run = memory_run(recipe, llama(), SHARDING, widens_bfloat16=False)
+    run = memory_run(recipe, llama(), SHARDING, kernel="reference", widens_bfloat16=False)
     assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
     assert run.remat_policy == "nothing_saveable"
-    assert memory_run(recipe, llama(), SHARDING, widens_bfloat16=True).itemsize == 4
+    assert memory_run(recipe, llama(), SHARDING, kernel="reference", widens_bfloat16=True).itemsize == 4
 
 
 def test_context_warnings_name_too_long_sequences():

@@ -1,0 +1,87 @@
+"""The choice of a run's attention kernel, with a numeric check before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainer.distributed.device_kind import device_kind
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
+from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.errors import PrepError
+from trainer.models.param_tree import dim_extent
+from trainer.nn.kernels.probe import find_mismatch
+from trainer.nn.model_spec import ModelSpec
+from trainer.recipe import Recipe
+
+UNCHECKED = "reference"  # the kernel that others are compared with
+
+
+def choose_kernel(
+    recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, warn: Callable[[str], None]
+) -> KernelChoice:
+    """Choose the attention kernel of a run, and compare it with the reference kernel on a small random case.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its rules.
+        warn: Called with a message for each kernel that `auto` skips because it failed the comparison.
+
+    Returns:
+        The kernel, and the reason for it.
+
+    Raises:
+        UsageError: The recipe names a kernel that cannot compute the model's attention on these devices.
+        PrepError: The recipe names a kernel that failed the comparison.
+    """
+    needs, device = attention_needs(recipe, model, sharding), device_kind(sharding)
+    requested = recipe.model.attention_kernel
+    length = max(recipe.data.seq_length, recipe.data.source_length or 0)
+    choices = rank_kernels(requested, needs, device=device, length=length)
+    return first_correct(choices, needs, device, is_auto=requested == AUTO, warn=warn)
+
+
+def attention_needs(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> AttentionNeeds:
+    """Return the requirements of a run on its attention kernel."""
+    features = run_features(
+        remat_policy=recipe.model.remat_policy, num_seq_shards=sharding.num_shards("seq", recipe.data.seq_length)
+    )
+    return AttentionNeeds(
+        model_features(model.arch_config, model.leaves) | features,
+        dtype=recipe.model.dtype,
+        head_dim=dim_extent(model.leaves, "head_dim"),
+    )
+
+
+def first_correct(
+    choices: Sequence[KernelChoice],
+    needs: AttentionNeeds,
+    device: DeviceKind,
+    *,
+    is_auto: bool,
+    warn: Callable[[str], None],
+) -> KernelChoice:
+    """Return the first kernel that computes what the reference kernel computes.
+
+    Args:
+        choices: Kernels in order of preference; with `auto` the reference kernel is one of them.
+        needs: Requirements of the run.
+        device: Kind of the devices.
+        is_auto: Whether to go on to the next kernel after a failure.
+        warn: Called with a message for each failure of `auto`.
+
+    Raises:
+        PrepError: The requested kernel failed.
+    """
+    failures: list[str] = []
+    for choice in choices:
+        failure = "" if choice.name == UNCHECKED else find_mismatch(choice.name, needs, device)
+        if not failure:
+            return KernelChoice(choice.name, "; ".join([choice.reason, *failures]))
+        what = f"attention kernel `{choice.name}` failed its numeric check"
+        if not is_auto:
+            raise PrepError(what, failure, f'`model.attention_kernel = "{AUTO}"`')
+        warn(f"{what}: {failure}")
+        failures.append(f"{choice.name} failed its numeric check")
+    raise AssertionError("the reference kernel is not among the choices")
