@@ -54,8 +54,9 @@ def model_features(arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]) -> 
         arch_config: The choices of the layers.
         leaves: Parameters by path.
     """
-    has_grouped_heads = dim_extent(leaves, "kv_heads") != dim_extent(leaves, "heads")
-    return frozenset(_arch_features(arch_config)) | ({Feature.GROUPED_HEADS} if has_grouped_heads else set())
+    num_heads = dim_extent(leaves, "heads")
+    num_kv_heads = dim_extent(leaves, "kv_heads") or num_heads  # families without grouped heads have only `heads`
+    return frozenset(_arch_features(arch_config)) | ({Feature.GROUPED_HEADS} if num_kv_heads != num_heads else set())
 
 
 def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:

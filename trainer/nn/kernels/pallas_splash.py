@@ -49,7 +49,7 @@ def splash_attention(
     padding = -num_tokens % LENGTH_MULTIPLE
     scale = arch_config.attn_scale * (1.0 if mask.layer_score_scale is None else mask.layer_score_scale)
     scaled_q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-    arrays = [jnp.swapaxes(pad_tokens(array, padding), 1, 2) for array in (scaled_q, *kv)]
+    rows_q, rows_k, rows_v = (jnp.swapaxes(pad_tokens(array, padding), 1, 2) for array in (scaled_q, *kv))
     segment_ids = None if mask.q_segment_ids is None else pad_tokens(mask.q_segment_ids, padding, PADDING_SEGMENT)
     kernel = make_row_kernel(
         num_tokens + padding,
@@ -58,5 +58,5 @@ def splash_attention(
         softcap=arch_config.attn_logit_softcap,
         interpret=interpret,
     )
-    output = jax.vmap(kernel)(*arrays, segment_ids)
+    output = jax.vmap(kernel)(rows_q, rows_k, rows_v, segment_ids)
     return jnp.swapaxes(output, 1, 2)[:, :num_tokens].astype(kv.values.dtype)

@@ -30,7 +30,7 @@ ACCELERATOR_LENGTH = 640  # several blocks of every kernel
 WINDOW, SOFTCAP, LAYER_SCALE = 20, 2.0, 0.5
 BIAS = RelativePositionBias(num_buckets=8, max_distance=16, bidirectional=True)
 UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
-CPU_OPTIONS = {"xla_backend_optimization_level": 0}  # half the compile time; the check runs once
+CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # halves the compile time
 NUM_ROUNDINGS = 8  # of an element, from scaled queries to a gradient: each rounds to the dtype of the computation
 
 Arrays = Mapping[str, Array]
@@ -103,7 +103,7 @@ def relative_errors(
 
 def _compile_and_run(function: Callable[[Arrays], Arrays], inputs: Arrays, device: DeviceKind) -> Arrays:
     """Run a function of arrays on JAX's default device."""
-    options = CPU_OPTIONS if device.platform == "cpu" else {}
+    options = CPU_OPTIONS if device.platform == "cpu" else None
     return jax.jit(function).lower(inputs).compile(compiler_options=options)(inputs)
 
 

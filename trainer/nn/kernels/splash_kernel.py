@@ -6,6 +6,7 @@ Axes: T tokens, H query heads, K key and value heads, E head width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -54,7 +55,7 @@ def make_row_kernel(length: int, *, num_heads: int, window: int, softcap: float,
     Returns:
         A function of queries [H, T, E], keys and values [K, T, E], and segment ids [T] or None.
     """
-    kernel = splash.make_splash_mha(
+    kernel: Any = splash.make_splash_mha(
         splash.MultiHeadMask([BlockMask(length, window)] * num_heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(BLOCK_FIELDS, _block_length(length))),
         head_shards=1,
