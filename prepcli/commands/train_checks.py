@@ -106,7 +106,7 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes:
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,
     }
-    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items()]
+    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items() if nbytes or "scores" not in name]
     rows.append(("available", format_bytes(available_nbytes) if available_nbytes else "unknown"))
     return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
 

@@ -89,7 +89,11 @@ ACCELERATOR_FEATURES = frozenset(
 KERNEL_SPECS: Mapping[str, KernelSpec] = {
     spec.name: spec
     for spec in (
-        KernelSpec("reference", "the scores of all queries and keys at once", frozenset(Feature)),
+        KernelSpec(
+            "reference",
+            "the scores of all queries and keys at once",
+            frozenset(Feature) - {Feature.SPLIT_SEQUENCE},
+        ),
         KernelSpec(
             "blockwise",
             "tile by tile, with memory linear in the length",
@@ -150,7 +154,7 @@ def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, l
         The choices; one if a name is requested.
 
     Raises:
-        UsageError: The requested kernel is unknown or cannot compute the attention of the run.
+        UsageError: The requested kernel is unknown or cannot compute the attention of the run, or no kernel can.
     """
     if requested != AUTO:
         spec = find_kernel(requested)
@@ -168,6 +172,9 @@ def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, l
             why = f"the kernel for {device.platform}" if spec.platforms else _length_reason(is_long)
             choices.append(KernelChoice(spec.name, "; ".join([f"{AUTO}: {why}", *skipped])))
         skipped += reasons
+    if not choices:
+        hint = 'a `mesh` without sp, or `model.remat_policy = "nothing_saveable"`'
+        raise usage_error("no kernel can compute this model's attention", "; ".join(skipped), hint)
     return tuple(choices)
 
 

@@ -65,14 +65,14 @@ def first_correct(
     """Return the first kernel that computes what the reference kernel computes.
 
     Args:
-        choices: Kernels in order of preference; with `auto` the reference kernel is one of them.
+        choices: Kernels in order of preference, at least one.
         needs: Requirements of the run.
         device: Kind of the devices.
         is_auto: Whether to go on to the next kernel after a failure.
         warn: Called with a message for each failure of `auto`.
 
     Raises:
-        PrepError: The requested kernel failed.
+        PrepError: The requested kernel failed, or all kernels.
     """
     failures: list[str] = []
     for choice in choices:
@@ -84,4 +84,4 @@ def first_correct(
             raise PrepError(what, failure, f'`model.attention_kernel = "{AUTO}"`')
         warn(f"{what}: {failure}")
         failures.append(f"{choice.name} failed its numeric check")
-    raise AssertionError("the reference kernel is not among the choices")
+    raise PrepError("all attention kernels failed their numeric check", "; ".join(failures), "a `mesh` without sp")

@@ -66,6 +66,13 @@ def test_memory_table_shows_the_scores_of_a_tile():
     assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
 
 
+def test_memory_table_has_no_scores_if_they_stay_on_the_chip():
+    fused = replace(RUN_13B, attention_tile=NO_SCORES)
+    text = memory_table(fused, estimate_memory(fused), 80 * GIB)
+    assert "scores" not in text
+    assert "attention_kernel" not in memory_warning(fused, estimate_memory(fused), GIB * 20)
+
+
 def test_memory_warning_suggests_settings():
     doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
     assert doubt.startswith("a step needs about ")

@@ -23,6 +23,7 @@ from trainer.models.memory_inputs import NO_SCORES
 CPU, TPU, ROCM = DeviceKind("cpu"), DeviceKind("tpu"), DeviceKind("rocm")
 AMPERE, HOPPER = DeviceKind("cuda", (8, 0)), DeviceKind("cuda", (9, 0))
 LLAMA = AttentionNeeds(frozenset({Feature.CAUSAL, Feature.GROUPED_HEADS}), "bfloat16", 128)
+NO_KERNEL = {Feature.SPLIT_SEQUENCE, Feature.SAVED_SCORES}
 SHORT, LONG = MAX_DENSE_LENGTH, MAX_DENSE_LENGTH + 1
 
 
@@ -81,7 +82,7 @@ def test_auto_ranks_the_capable_kernels(
 
 
 @given(
-    features=st.frozensets(st.sampled_from(Feature)),
+    features=st.frozensets(st.sampled_from([*Feature])).filter(lambda chosen: not {*chosen} >= NO_KERNEL),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     head_dim=st.integers(1, 300),
     device=st.sampled_from([CPU, TPU, ROCM, AMPERE, HOPPER, DeviceKind("cuda")]),
@@ -93,7 +94,7 @@ def test_auto_never_ranks_an_incapable_kernel(
     needed = AttentionNeeds(features, dtype, head_dim)
     names = [choice.name for choice in rank_kernels("auto", needed, device=device, length=length)]
     assert {*names} == {name for name, spec in KERNEL_SPECS.items() if not [*missing(spec, needed, device)]}
-    assert "reference" in names
+    assert ("reference" in names) == (Feature.SPLIT_SEQUENCE not in features)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,14 @@ def test_unknown_kernel_is_a_usage_error():
         rank_kernels("flash", LLAMA, device=CPU, length=SHORT)
 
 
-def test_reference_supports_every_feature_on_every_platform():
-    assert KERNEL_SPECS["reference"].features == {*Feature}
+def test_run_without_any_kernel_is_a_usage_error():
+    needed = needs(Feature.SPLIT_SEQUENCE, Feature.SAVED_SCORES)
+    with pytest.raises(UsageError, match=r"no kernel can compute .* blockwise does not support remat policies"):
+        rank_kernels("auto", needed, device=TPU, length=SHORT)
+
+
+def test_reference_supports_whole_sequences_on_every_platform():
+    assert {*Feature} - KERNEL_SPECS["reference"].features == {Feature.SPLIT_SEQUENCE}
     assert not KERNEL_SPECS["reference"].platforms
 
 

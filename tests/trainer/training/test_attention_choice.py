@@ -81,6 +81,13 @@ def test_auto_ends_with_the_reference_kernel(monkeypatch: pytest.MonkeyPatch):
     assert len(warnings) == 2
 
 
+def test_failure_of_all_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    fail_checks(monkeypatch, "blockwise")
+    choices = (KernelChoice("blockwise", "auto: the only one for split sequences"),)
+    with pytest.raises(PrepError, match="all attention kernels failed their numeric check - blockwise failed"):
+        first_correct(choices, NEEDS, HOPPER, is_auto=True, warn=lambda _: None)
+
+
 def test_requested_kernel_that_fails_its_check_is_an_error(monkeypatch: pytest.MonkeyPatch):
     fail_checks(monkeypatch, "blockwise")
     with pytest.raises(PrepError) as caught:

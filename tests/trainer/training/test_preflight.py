@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.runs import make_job, make_setup
 from trainer.distributed.sharding import sharding_without_devices
 from trainer.models.errors import PrepError
+from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ModelSpec, build_model
@@ -81,6 +82,12 @@ def test_memory_run_follows_batch_and_dtype():
     assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
     assert run.remat_policy == "nothing_saveable"
     assert memory_run(recipe, llama(), SHARDING, kernel="reference", widens_bfloat16=True).itemsize == 4
+
+
+@pytest.mark.parametrize(("kernel", "tile"), [("reference", None), ("blockwise", (8, 512)), ("cudnn", NO_SCORES)])
+def test_memory_run_counts_the_scores_of_the_kernel(kernel: str, tile: tuple[int, int] | None):
+    recipe = load_test_recipe("model.q_chunk_size=8")
+    assert memory_run(recipe, llama(), SHARDING, kernel=kernel, widens_bfloat16=False).attention_tile == tile
 
 
 def test_context_warnings_name_too_long_sequences():

@@ -5,6 +5,7 @@ XLA cannot split the calls of kernels that it did not compile.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,9 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
+
+PASSED_FIELDS = {"q_segment_ids", "kv_segment_ids", "layer_score_scale", "window"}
+OTHER_FIELDS = {"q_positions", "kv_positions", "cos_sin", "is_causal"}  # whole sequences in order; applied before
 
 Kernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
 
@@ -42,7 +46,11 @@ def attend_per_device(
 
     Returns:
         [B, T, H, E] in the dtype of the values.
+
+    Raises:
+        ValueError: The mask has a field that the devices would not get.
     """
+    _check_fields(mask)
 
     def run(q: Array, kv: KV, segment_ids: Array | None, score_scale: Array | None) -> Array:
         local_mask = AttentionMask(
@@ -61,3 +69,10 @@ def attend_per_device(
     in_specs = (heads, heads, rows, PartitionSpec())
     per_device = jax.shard_map(run, mesh=sharding.device_mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
     return per_device(*arguments)
+
+
+def _check_fields(mask: AttentionMask) -> None:
+    """Check that no field of a mask is lost on the way to the devices; raise ValueError if one is."""
+    for field in dataclasses.fields(mask):
+        if field.name not in PASSED_FIELDS | OTHER_FIELDS and getattr(mask, field.name) is not field.default:
+            raise ValueError(f"`{field.name}` of the mask is not passed to the devices")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from tests.trainer.nn.test_attention import make_arch
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.mesh import parse_mesh
-from trainer.nn.attention_mask import KV, causal_mask
+from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import attend
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -33,7 +32,7 @@ def _cudnn_is_installed(monkeypatch: pytest.MonkeyPatch):
 
 def lower(window: int, sharding: ShardingContext) -> str:
     """Lower the gradients of attention for CUDA."""
-    mask = dataclasses.replace(causal_mask(LENGTH), window=window)
+    mask = AttentionMask(jnp.arange(LENGTH), jnp.arange(LENGTH), window=window)
 
     def loss(q: Array, k: Array, v: Array) -> Array:
         options = AttentionOptions("cudnn")

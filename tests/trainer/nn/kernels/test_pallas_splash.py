@@ -113,6 +113,17 @@ def test_devices_compute_their_rows_and_heads():
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
+def test_fields_that_devices_do_not_get_are_refused():
+    @dataclasses.dataclass(frozen=True)
+    class OtherMask(AttentionMask):
+        rate: float = 0.0
+
+    q, k, v = random_heads(8)
+    options: dict[str, Any] = {"arch_config": ARCH, "options": AttentionOptions(), "sharding": ShardingContext()}
+    with pytest.raises(ValueError, match="`rate` of the mask is not passed"):
+        attend_per_device(SPLASH, q, KV(k, v), mask=OtherMask(rate=0.5), **options)
+
+
 @pytest.mark.parametrize("mesh", ["", "2,2,2"])
 def test_splash_is_lowered_for_tpus(mesh: str):
     sharding = make_sharding_context(parse_mesh(mesh)) if mesh else ShardingContext()
