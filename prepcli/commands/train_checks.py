@@ -102,11 +102,11 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes:
         "gradients and updates": estimated.gradients,
         f"saved by {len(run.arch_config.sliding_windows)} layers (remat {run.remat_policy})": estimated.saved,
         "one layer at work": estimated.layer,
-        f"  of it scores {shape}": estimated.scores,
+        **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,
     }
-    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items() if nbytes or "scores" not in name]
+    rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items()]
     rows.append(("available", format_bytes(available_nbytes) if available_nbytes else "unknown"))
     return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
 

@@ -22,6 +22,7 @@ from prepcli.commands.train_checks import (
 from prepcli.errors import PrepError
 from tests.trainer.models.test_memory_estimate import LLAMA_13B, make_inputs
 from trainer.models.memory_estimate import estimate_memory
+from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
