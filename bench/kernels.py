@@ -3,9 +3,9 @@
     python -m bench.kernels
     python -m bench.kernels --shapes tiny --tokens 128,256 --dtype float32
 
-A layer has the shape of one of a LLaMA with that many parameters. FLOPs of a layer and T tokens are three times those of
-the forward pass: 6 N T for the N elements of its matrices, and for attention 12 H E T^2 (`full`, PaLM, arXiv:2204.02311,
-appendix B) or half of it (`causal`). Recomputation is not counted. Without a known peak, MFU is not printed.
+A layer has the shape of a layer of a LLaMA with that many parameters. The gradients for T tokens count 6 N T operations
+for the N elements of the matrices, and for attention 12 H E T^2 (`full`, PaLM, arXiv:2204.02311, appendix B) or half of
+it (`causal`). Recomputation is not counted. MFU is unknown if the peak of the device is.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ SHAPES: Mapping[str, tuple[int, int, int]] = {  # width, heads, width of the MLP
     "1.3b": (2048, 16, 5504),
     "7b": (4096, 32, 11008),
 }
-PEAK_FLOPS: Mapping[
-    str, float
-] = {  # dense bfloat16 per second, of the vendors' data sheets, by part of the device kind
+PEAK_FLOPS: Mapping[str, float] = {  # dense bfloat16 per second, from data sheets, by part of the device kind
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
