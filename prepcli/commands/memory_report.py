@@ -30,7 +30,7 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         "batch": estimated.batch,
         f"saved by {len(run.arch_config.sliding_windows)} layers (remat {run.remat_policy})": estimated.saved,
         "one layer at work": estimated.layer,
-        f"  of it scores {shape}": estimated.scores,
+        **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,
     }

@@ -37,13 +37,8 @@ class PlanTarget:
     Attributes:
         recipe: The recipe; its mesh may have an open axis.
         model: The model, with the recipe's rotary embedding.
-<<<<<<< HEAD
         rules: Partition rules.
-        origin: Description of where the model's shapes are from.
-=======
-        rules: Mesh axes of each logical dim.
         origin: Name of the checkpoint, the file or the published config with the model's shapes.
->>>>>>> plan
     """
 
     recipe: Recipe

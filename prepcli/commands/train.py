@@ -35,11 +35,13 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
 from trainer.planning.model_shapes import model_of_manifest
+from trainer.planning.training_plan import with_values
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
 from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
+    from trainer.models.attention_kernels import KernelChoice
     from trainer.training.loop import Job
     from trainer.training.step import TrainState
 
@@ -73,6 +75,7 @@ class _Run:
     step: int
     config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
     job: Job
+    kernel: KernelChoice
     memory: dict[str, Any]  # estimate in bytes
 
     @property
@@ -113,7 +116,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             run = _prepare_run(
                 loaded, folder, reader=reader, sharding=sharding, scratch_dir=scratch_dir, request=request, ui=ui
             )
-            for line in run_summary_lines(run.job, run.recipe, run.step):
+            for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
                 ui.note(line)
             fields = _run_fields(run, run.step)
             if request.dry_run:
@@ -236,6 +239,7 @@ def _prepare_run(
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
     """
     from trainer.training import setup
+    from trainer.training.attention_choice import choose_kernel
     from trainer.training.preflight import run_warnings
 
     recipe, step = loaded.recipe, _resume_step(folder, reader)
@@ -244,8 +248,9 @@ def _prepare_run(
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
     dropout = setup.dropout_config(recipe, model, manifest["config"])
+    kernel = choose_kernel(recipe, model, sharding, warn=ui.warn, dropout=dropout)
     memory = check_machine(
-        recipe,
+        with_values(recipe, {"model.attention_kernel": kernel.name}),
         model_of_manifest(manifest),
         sharding,
         folder=folder,
@@ -264,6 +269,7 @@ def _prepare_run(
         recipe,
         model,
         sharding=sharding,
+        kernel=kernel.name,
         datasets=datasets,
         dropout=dropout,
         manifest_fields=manifest_fields,
@@ -280,6 +286,7 @@ def _prepare_run(
         step=step,
         config=manifest["config"],
         job=job,
+        kernel=kernel,
         memory=memory,
     )
 
@@ -386,6 +393,7 @@ def _run_fields(run: _Run, step: int) -> dict[str, Any]:
         "steps": run.job.steps,
         "resumed_at": run.step,
         "mesh": str(run.job.setup.forward_config.sharding.mesh),
+        "attention_kernel": run.kernel.name,
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
+from trainer.models.attention_kernels import KernelChoice
 from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from trainer.training.loop import Job
 
 
-def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
-    """Yield lines that describe the run: mesh, rules, model, batch, evaluation and the step it resumes at.
+def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoice) -> Iterator[str]:
+    """Yield lines that describe the run: mesh, rules, model, attention kernel, batch, evaluation and first step.
 
     Args:
         job: The run.
         recipe: Its recipe.
         step: First step of the run.
+        kernel: Its attention kernel.
     """
     from trainer.distributed.sharding import param_nbytes_per_device
 
@@ -36,6 +38,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int) -> Iterator[str]:
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(None, [rope_text(setup.model.arch_config), dropout_text(setup.dropout)])
+    yield str(kernel)
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (

@@ -148,7 +148,7 @@ class LayerStack:
     def _gathered_size(self, *, of_expert: bool) -> int:
         """Return the elements of one expert after the all-gather over fsdp, or of the layer's other weights."""
         inputs = self.inputs
-        num_experts = {leaf: inputs.leaf_extent(leaf, "experts") for leaf in self.layer_leaves()}
+        num_experts = {leaf: leaf.extent("experts") for leaf in self.layer_leaves()}
         sizes = (
             inputs.local_leaf_size(leaf, is_gathered=True) // count
             for leaf, count in num_experts.items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer.models.architecture import ArchConfig
 from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf
+from trainer.models.param_tree import ParamLeaf, dim_extent
 from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards
 from trainer.models.rules import Rules
 
@@ -16,6 +16,7 @@ FLOAT32 = 4
 SAVES_ALL = ("none", "everything_saveable")
 SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
 SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
+NO_SCORES = (0, 0)  # attention tile of a kernel that keeps scores on the chip
 SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
 
 
@@ -35,7 +36,8 @@ class MemoryInputs:
         remat_policy: Rematerialization policy of the layers.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
-        attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
+        attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
+            `NO_SCORES` if they are never in memory.
         accumulate: Micro-batches of a step.
     """
 
@@ -95,18 +97,9 @@ class MemoryInputs:
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
 
-    def leaf_extent(self, leaf: ParamLeaf, dim_name: str) -> int:
-        """Return the extent of a logical dim of one parameter; 1 if the parameter lacks it."""
-        return math.prod(extent for dim, extent in zip(leaf.dims, leaf.shape) if dim and dim[0] == dim_name)
-
     def extent(self, dim: str) -> int:
-        """Return the extent of a logical dim in the first parameter with this dim; 0 if there is none."""
-        extents = (
-            self.leaf_extent(leaf, dim)
-            for leaf in self.leaves.values()
-            if (dim,) in [leaf_dim[:1] for leaf_dim in leaf.dims]
-        )
-        return next(extents, 0)
+        """Return the extent of a logical dim of the parameters; 0 if no parameter has it."""
+        return dim_extent(self.leaves, dim)
 
     def _num_shards(self, dim: str, extent: int) -> int:
         """Return the number of shards along a dim of activations, whose batch is split first."""

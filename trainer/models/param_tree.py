@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -44,6 +45,16 @@ class ParamLeaf:
     def stack_axis(self) -> int | None:
         """Axis that stacks the layers, or None."""
         return stack_axis(self.dims)
+
+    def extent(self, dim_name: str) -> int:
+        """Return the extent of a logical dim; 1 if the leaf lacks it."""
+        return math.prod(extent for dim, extent in zip(self.dims, self.shape) if dim and dim[0] == dim_name)
+
+
+def dim_extent(leaves: Mapping[str, ParamLeaf], dim_name: str) -> int:
+    """Return the extent of a logical dim in the first leaf that has it; 0 if no leaf has it."""
+    extents = (leaf.extent(dim_name) for leaf in leaves.values() if any(dim[:1] == (dim_name,) for dim in leaf.dims))
+    return next(extents, 0)
 
 
 def param_leaves(

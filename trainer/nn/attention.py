@@ -17,7 +17,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, CosSin, KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Site
-from trainer.nn.kernels import KERNELS
+from trainer.nn.kernels import attend
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import apply_rotary
@@ -59,12 +59,18 @@ def attention(
         kv = encoder_states if isinstance(encoder_states, KV) else project_kv(encoder_states, weights, context)
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
-    kernel = KERNELS[context.attention_options.kernel]
     kv, mask = _repeat_kv(q, kv, sharding), context.mask
     if context.dropout is not None:
         site = Site.ATTENTION if encoder_states is None else Site.CROSS_ATTENTION
         mask = dataclasses.replace(mask, dropout=context.dropout.attention(site, q.shape[2]))
-    mixed = kernel(q, kv, context.arch_config, mask, context.attention_options)
+    mixed = attend(
+        q,
+        kv,
+        arch_config=context.arch_config,
+        mask=mask,
+        options=context.attention_options,
+        sharding=sharding,
+    )
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:

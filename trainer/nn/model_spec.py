@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.models.attention_needs import Feature
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, param_leaves
@@ -79,8 +80,9 @@ class ForwardConfig:
             supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
             what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
             raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
-        if self.attention_options.kernel != "reference" and self.remat_policy in SAVES_SCORES:
-            what = f"`model.remat_policy = {self.remat_policy}` does not go with blockwise attention"
+        spec = self.attention_options.spec
+        if Feature.SAVED_SCORES not in spec.features and self.remat_policy in SAVES_SCORES:
+            what = f"`model.remat_policy = {self.remat_policy}` does not go with {spec.name} attention"
             why = "the policy saves the scores of all tiles"
             raise usage_error(what, why, '`model.remat_policy = "nothing_saveable"`')
 

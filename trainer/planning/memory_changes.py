@@ -110,7 +110,7 @@ def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     length, current = plan.inputs.seq_length, plan.recipe.model
     if current.remat_policy in SAVES_ALL:
         yield {"model.remat_policy": "nothing_saveable"}
-    if current.attention_kernel == "reference":
+    if plan.inputs.attention_tile is None:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
     yield from _smaller("model.head_chunk_size", current.head_chunk_size, HEAD_CHUNK_SIZES[:1], length)
     yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)

@@ -122,7 +122,7 @@ def _leaf_flops(inputs: MemoryInputs, stack: LayerStack, leaf: ParamLeaf) -> int
         return 0
     size, is_of_source = math.prod(leaf.shape), any(part in leaf.path for part in SOURCE_PROJECTIONS)
     if (EXPERTS,) in leaf.dims and ".router." not in leaf.path:
-        size = size * inputs.arch_config.experts_per_token // inputs.leaf_extent(leaf, EXPERTS)
+        size = size * inputs.arch_config.experts_per_token // leaf.extent(EXPERTS)
     return 2 * size * (inputs.source_length if is_of_source else row_length(inputs, stack))
 
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.attention_kernels import AUTO, DeviceKind, find_kernel, rank_kernels
+from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
-from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import num_batch_shards
+from trainer.models.param_tree import ParamLeaf, dim_extent
+from trainer.models.partition import activation_spec, num_batch_shards
 from trainer.models.rules import Rules
 from trainer.recipe import Recipe, batch_shape
 
@@ -67,15 +70,48 @@ def step_inputs(
         remat_policy=recipe.model.remat_policy,
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
-        attention_tile=_attention_tile(recipe),
+        attention_tile=_score_tile(recipe, model, mesh, rules),
         accumulate=shape.accumulate,
     )
 
 
-def _attention_tile(recipe: Recipe) -> tuple[int, int] | None:
-    """Return the queries and keys of a tile; None if the scores of all exist at the same time."""
-    model = recipe.model
-    return None if model.attention_kernel == "reference" else (model.q_chunk_size, model.k_chunk_size)
+def attention_needs(
+    recipe: Recipe, model: Shapes, *, mesh: Mesh | None, rules: Rules, dropout: DropoutConfig = NO_DROPOUT
+) -> AttentionNeeds:
+    """Return the requirements of a run on its attention kernel.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        mesh: The mesh without open axes; None for one device.
+        rules: Partition rules.
+        dropout: Rates of dropout and forgetful causal masking.
+    """
+    shape = (num_batch_shards(mesh, rules), recipe.data.seq_length)
+    num_seq_shards = activation_spec(shape, ("batch", "seq"), mesh, rules).shards_per_dim[1] if mesh else 1
+    features = run_features(remat_policy=recipe.model.remat_policy, num_seq_shards=num_seq_shards, dropout=dropout)
+    return AttentionNeeds(
+        model_features(model.arch_config, model.leaves) | features,
+        dtype=recipe.model.dtype,
+        head_dim=dim_extent(model.leaves, "head_dim"),
+    )
+
+
+def longest_sequence(recipe: Recipe) -> int:
+    """Return the tokens of the longest sequence: of a source or a target."""
+    return max(recipe.data.seq_length, recipe.data.source_length or 0)
+
+
+def _score_tile(recipe: Recipe, model: Shapes, mesh: Mesh, rules: Rules) -> tuple[int, int] | None:
+    """Return the queries and keys whose scores exist at the same time; None if those of all do.
+
+    `auto` is the kernel that a CPU gets: the plan is an upper bound for devices with a kernel of their own.
+    """
+    kernel = recipe.model.attention_kernel
+    if kernel == AUTO:
+        needs = attention_needs(recipe, model, mesh=mesh, rules=rules)
+        kernel = rank_kernels(AUTO, needs, device=DeviceKind("cpu"), length=longest_sequence(recipe))[0].name
+    return find_kernel(kernel).score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size)
 
 
 def context_warnings(recipe: Recipe, model: Shapes) -> Iterator[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainer.models import mesh
+from trainer.models.attention_kernels import AUTO, find_kernel
+from trainer.models.attention_needs import Feature
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import PrepError
 from trainer.models.memory_inputs import SAVES_SCORES
@@ -81,7 +83,8 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     policy, kernel = recipe.model.remat_policy, recipe.model.attention_kernel
-    if kernel != "reference" and policy in SAVES_SCORES:
+    saves_tiles = kernel != AUTO and Feature.SAVED_SCORES not in find_kernel(kernel).features
+    if saves_tiles and policy in SAVES_SCORES:
         what = f"`model.remat_policy` is {format_value(policy)}, and `model.attention_kernel` {format_value(kernel)}"
         hint = '`model.remat_policy = "nothing_saveable"`'
         yield Problem(("model.remat_policy",), what, "the policy saves the scores of all tiles", hint)

@@ -67,10 +67,11 @@ class Model(BaseModel):
         description="tokens per row whose projections and MLP are computed at a time; -1: all",
         examples=[2048],
     )
-    attention_kernel: Literal["reference", "blockwise"] = Field(
-        default="reference",
-        description="reference: the scores of all queries and keys at once; blockwise: tile by tile, with memory "
-        "linear in the length",
+    attention_kernel: Literal["auto", "reference", "blockwise", "cudnn", "pallas-splash"] = Field(
+        default="auto",
+        description="auto: the best kernel for the devices, the model and the length; reference: the scores of all "
+        "queries and keys at once; blockwise: tile by tile, with memory linear in the length; cudnn: flash attention "
+        "of cuDNN; pallas-splash: splash attention on TPUs",
         examples=["blockwise"],
     )
     q_chunk_size: PositiveInt | Literal[-1] = Field(

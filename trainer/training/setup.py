@@ -280,6 +280,7 @@ def build_job(
     model: ModelSpec,
     *,
     sharding: ShardingContext,
+    kernel: str,
     datasets: Datasets,
     dropout: DropoutConfig,
     manifest_fields: Mapping[str, Any],
@@ -291,6 +292,7 @@ def build_job(
         recipe: The recipe.
         model: The model to train.
         sharding: The mesh of devices and its partition rules.
+        kernel: Name of the attention kernel.
         datasets: Training and evaluation data.
         dropout: Rates of dropout and forgetful causal masking.
         manifest_fields: Extra entries for the manifest of every checkpoint.
@@ -315,9 +317,7 @@ def build_job(
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         sharding=sharding,
-        attention_options=AttentionOptions(
-            recipe.model.attention_kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size
-        ),
+        attention_options=AttentionOptions(kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size),
     )
     loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
     return Job(

@@ -118,6 +118,23 @@ def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     assert not Path("runs").exists()
 
 
+def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[str]):
+    report, err = dry_run(capsys)
+    assert report["attention_kernel"] == "reference"
+    assert "attention reference (auto: sequences of up to 1,024 tokens; no kernel for cpu)" in err
+    report, err = dry_run(capsys, "model.attention_kernel=blockwise", "model.q_chunk_size=4", "model.k_chunk_size=8")
+    assert (report["attention_kernel"], report["memory"]["scores"]) == ("blockwise", 4 * 2 * 4 * 8 * 4)
+    assert "attention blockwise (set by the recipe)" in err
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_kernel_without_its_device_is_found_before_work(capsys: pytest.CaptureFixture[str]):
+    code, what, why, hint = train_error(capsys, "--set", "model.attention_kernel=cudnn")
+    assert (code, what) == (USAGE, "attention kernel `cudnn` cannot compute this model's attention")
+    assert why.startswith("it runs on cuda, not on cpu; it does not support float32; ")
+    assert hint == '`model.attention_kernel = "auto"`'
+
+
 def limit_memory(monkeypatch: pytest.MonkeyPatch, device_nbytes: int) -> None:
     """Limit the memory of each of 8 devices."""
     monkeypatch.setattr("prepcli.commands.train_checks.host_memory", lambda: {"available": 8 * device_nbytes})

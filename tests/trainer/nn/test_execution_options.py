@@ -17,9 +17,10 @@ from prepcli.testing.tiny_transformers import (
 )
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
+from trainer.models.attention_kernels import AUTO, KERNEL_NAMES
 from trainer.models.errors import PrepError
 from trainer.nn.kernels import KERNELS
-from trainer.nn.kernels.options import KERNEL_NAMES, AttentionOptions
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig
 from trainer.recipe.tables import Model as RecipeModel
 
@@ -69,7 +70,7 @@ def test_kernels_and_chunks_change_rounding_only(family: str, options: str):
 
 def test_kernel_names_equal_those_of_kernels_and_recipes():
     assert tuple(KERNELS) == KERNEL_NAMES
-    assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == KERNEL_NAMES
+    assert get_args(RecipeModel.model_fields["attention_kernel"].annotation) == (AUTO, *KERNEL_NAMES)
 
 
 def test_unknown_kernel_is_a_usage_error():

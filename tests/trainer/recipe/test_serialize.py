@@ -33,7 +33,7 @@ scan_layers = true                              # default
 remat_policy = "nothing_saveable"
 head_chunk_size = 512                           # default
 ffn_chunk_size = -1                             # default
-attention_kernel = "reference"                  # default
+attention_kernel = "auto"                       # default
 q_chunk_size = 512                              # default
 k_chunk_size = 512                              # default
 # rope_scaling: the checkpoint's                # default

@@ -1,4 +1,7 @@
-"""Attention kernels by name. Each computes softmax(q k^T * scale) v for the keys that a mask makes visible."""
+"""Attention kernels by name. Each computes softmax(q k^T * scale) v for the keys that a mask makes visible.
+
+`trainer.models.attention_kernels` has their capabilities.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,53 @@ from collections.abc import Callable, Mapping
 
 from jax import Array
 
+from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.blockwise import blockwise_attention
+from trainer.nn.kernels.call_features import check_call
+from trainer.nn.kernels.cudnn import cudnn_attention
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.pallas_splash import splash_attention
+from trainer.nn.kernels.per_device import attend_per_device
 from trainer.nn.kernels.reference import reference_attention
 
 AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
-KERNELS: Mapping[str, AttentionKernel] = {"reference": reference_attention, "blockwise": blockwise_attention}
+KERNELS: Mapping[str, AttentionKernel] = {
+    "reference": reference_attention,
+    "blockwise": blockwise_attention,
+    "cudnn": cudnn_attention,
+    "pallas-splash": splash_attention,
+}
+
+
+def attend(
+    q: Array,
+    kv: KV,
+    *,
+    arch_config: ArchConfig,
+    mask: AttentionMask,
+    options: AttentionOptions,
+    sharding: ShardingContext,
+) -> Array:
+    """Compute attention with the kernel of a run.
+
+    Args:
+        q: Queries [B, T, H, E].
+        kv: Keys and values [B, S, K, E]; K divides H.
+        arch_config: `attn_scale` and `attn_logit_softcap`.
+        mask: Visible keys, score bias and the layer's score scale.
+        options: The kernel and its tiles.
+        sharding: The device mesh and its rules.
+
+    Returns:
+        [B, T, H, E] in the dtype of the values.
+
+    Raises:
+        UsageError: The kernel does not support the mask or the scores.
+    """
+    check_call(options.spec, q, kv, arch_config=arch_config, mask=mask)
+    kernel = KERNELS[options.kernel]
+    if options.spec.runs_per_device:
+        return attend_per_device(kernel, q, kv, arch_config=arch_config, mask=mask, options=options, sharding=sharding)
+    return kernel(q, kv, arch_config, mask, options)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.models.errors import usage_error
-
-KERNEL_NAMES = ("reference", "blockwise")
+from trainer.models.attention_kernels import KernelSpec, find_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,9 @@ class AttentionOptions:
 
     def __post_init__(self) -> None:
         """Check the name of the kernel."""
-        if self.kernel not in KERNEL_NAMES:
-            what = f"unknown `model.attention_kernel` {self.kernel!r:.60}"
-            raise usage_error(what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`')
+        find_kernel(self.kernel)
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The capabilities of the kernel."""
+        return find_kernel(self.kernel)

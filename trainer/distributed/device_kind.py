@@ -1,0 +1,27 @@
+"""The kind of the devices of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.attention_kernels import DeviceKind
+
+
+def device_kind(sharding: ShardingContext) -> DeviceKind:
+    """Return the kind of the devices of a mesh, or of JAX's default device without a mesh."""
+    mesh = sharding.device_mesh
+    return kind_of_device(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
+
+
+def kind_of_device(device: Any) -> DeviceKind:
+    """Return the kind of a JAX device; JAX calls all GPUs `gpu`."""
+    if device.platform != "gpu":
+        return DeviceKind(device.platform)
+    if "cuda" not in device.client.platform_version:
+        return DeviceKind("rocm")
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    is_known = major.isdecimal() and minor.isdecimal()
+    return DeviceKind("cuda", (int(major), int(minor)) if is_known else None)

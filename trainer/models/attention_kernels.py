@@ -1,0 +1,219 @@
+"""The attention kernels by name: platforms and capabilities of each, and the choice of one for a run. Pure.
+
+`trainer.nn.kernels` has the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.models.errors import PrepError, usage_error
+from trainer.models.memory_inputs import NO_SCORES
+
+AUTO = "auto"
+MAX_DENSE_LENGTH = 1024  # tokens up to which dense attention is at least as fast as blockwise attention on a CPU
+HOPPER = (9, 0)  # compute capability
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """The kind of the devices of a run.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        compute_capability: Of NVIDIA GPUs; None for other devices, and if it is unknown.
+    """
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDims:
+    """The head widths that a kernel supports.
+
+    Attributes:
+        multiple_of: Divisor of the width.
+        maximum: Largest width; None for no limit.
+        hopper_maximum: Largest width on GPUs of compute capability 9.0 or later.
+    """
+
+    multiple_of: int = 1
+    maximum: int | None = None
+    hopper_maximum: int | None = None
+
+    def limit(self, device: DeviceKind) -> int | None:
+        """Return the largest width on a device; None for no limit."""
+        return self.hopper_maximum if (device.compute_capability or (0, 0)) >= HOPPER else self.maximum
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """The capabilities of an attention kernel.
+
+    Attributes:
+        name: Name in recipes.
+        summary: What it computes, for the documentation.
+        features: Supported features.
+        platforms: Platforms that it runs on; empty for all.
+        dtypes: Supported dtypes.
+        head_dims: Supported head widths.
+        has_tiles: Whether `q_chunk_size` and `k_chunk_size` set the scores that exist at the same time.
+        runs_per_device: Whether each device calls it for its own rows and heads, because XLA cannot split it.
+    """
+
+    name: str
+    summary: str
+    features: frozenset[Feature]
+    platforms: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    head_dims: HeadDims = HeadDims()
+    has_tiles: bool = False
+    runs_per_device: bool = False
+
+    def score_tile(self, q_chunk_size: int, k_chunk_size: int) -> tuple[int, int] | None:
+        """Return the queries and keys whose scores exist in memory at the same time; None if all do."""
+        if self.runs_per_device:
+            return NO_SCORES
+        return (q_chunk_size, k_chunk_size) if self.has_tiles else None
+
+
+ACCELERATOR_FEATURES = frozenset(
+    {
+        *(Feature.CAUSAL, Feature.WINDOW, Feature.MIXED_WINDOWS, Feature.GROUPED_HEADS),
+        *(Feature.LAYER_SCALE, Feature.SAVED_SCORES),
+    }
+)
+KERNEL_SPECS: Mapping[str, KernelSpec] = {
+    spec.name: spec
+    for spec in (
+        KernelSpec(
+            "reference",
+            "the scores of all queries and keys at once",
+            frozenset(Feature) - {Feature.SPLIT_SEQUENCE},
+        ),
+        KernelSpec(
+            "blockwise",
+            "tile by tile, with memory linear in the length",
+            frozenset(Feature) - {Feature.SAVED_SCORES},
+            has_tiles=True,
+        ),
+        KernelSpec(
+            "cudnn",
+            "flash attention of cuDNN",
+            ACCELERATOR_FEATURES,
+            platforms=("cuda",),
+            dtypes=("bfloat16",),
+            head_dims=HeadDims(8, maximum=128, hopper_maximum=256),
+            runs_per_device=True,
+        ),
+        KernelSpec(
+            "pallas-splash",
+            "splash attention, a Pallas kernel for TPUs",
+            ACCELERATOR_FEATURES | {Feature.SOFTCAP, Feature.SEGMENTS},
+            platforms=("tpu",),
+            runs_per_device=True,
+        ),
+    )
+}
+KERNEL_NAMES = tuple(KERNEL_SPECS)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The attention kernel of a run.
+
+    Attributes:
+        name: One of `KERNEL_NAMES`.
+        reason: Why it was chosen.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"attention {self.name} ({self.reason})"
+
+
+def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, length: int) -> tuple[KernelChoice, ...]:
+    """Return the kernels that can compute the attention of a run, the best first.
+
+    `auto` prefers the kernels made for the platform. Without one it prefers blockwise attention for sequences of more
+    than MAX_DENSE_LENGTH tokens. The choice does not depend on the mesh, so that a run that resumes on another one
+    keeps its kernel.
+
+    Args:
+        requested: A name, or `auto`.
+        needs: Requirements of the run.
+        device: Kind of the run's devices.
+        length: Tokens of the longest sequence.
+
+    Returns:
+        The choices; one if a name is requested.
+
+    Raises:
+        UsageError: The requested kernel is unknown or cannot compute the attention of the run, or no kernel can.
+    """
+    if requested != AUTO:
+        spec = find_kernel(requested)
+        if reasons := [*missing(spec, needs, device)]:
+            raise unsupported_error(spec, reasons)
+        return (KernelChoice(spec.name, "set by the recipe"),)
+    accelerated = [spec for spec in KERNEL_SPECS.values() if device.platform in spec.platforms]
+    is_long = length > MAX_DENSE_LENGTH
+    general = [KERNEL_SPECS[name] for name in (("blockwise", "reference") if is_long else ("reference", "blockwise"))]
+    choices: list[KernelChoice] = []
+    skipped = [] if accelerated else [f"no kernel for {device.platform}"]
+    for spec in (*accelerated, *general):
+        reasons = [f"{spec.name} {reason}" for reason in missing(spec, needs, device)]
+        if not reasons:
+            why = f"the kernel for {device.platform}" if spec.platforms else _length_reason(is_long)
+            choices.append(KernelChoice(spec.name, "; ".join([f"{AUTO}: {why}", *skipped])))
+        skipped += reasons
+    if not choices:
+        hint = 'a `mesh` without sp, or `model.remat_policy = "nothing_saveable"`'
+        raise usage_error("no kernel can compute this model's attention", "; ".join(skipped), hint)
+    return tuple(choices)
+
+
+def _length_reason(is_long: bool) -> str:
+    return f"sequences of {'more than' if is_long else 'up to'} {MAX_DENSE_LENGTH:,} tokens"
+
+
+def find_kernel(name: str) -> KernelSpec:
+    """Return a kernel by name.
+
+    Raises:
+        UsageError: The name is unknown.
+    """
+    if name not in KERNEL_SPECS:
+        what = f"unknown `model.attention_kernel` {name!r:.60}"
+        raise usage_error(what, f"supported: {', '.join(KERNEL_NAMES)}", '`model.attention_kernel = "blockwise"`')
+    return KERNEL_SPECS[name]
+
+
+def missing(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> Iterator[str]:
+    """Yield a phrase for each requirement that a kernel does not meet."""
+    if spec.platforms and device.platform not in spec.platforms:
+        yield f"runs on {' and '.join(spec.platforms)}, not on {device.platform}"
+    yield from missing_features(spec, needs.features)
+    if needs.dtype not in spec.dtypes:
+        yield f"does not support {needs.dtype}"
+    limit = spec.head_dims.limit(device)
+    if needs.head_dim % spec.head_dims.multiple_of:
+        yield f"needs a head width that is a multiple of {spec.head_dims.multiple_of}, not {needs.head_dim}"
+    elif limit is not None and needs.head_dim > limit:
+        yield f"supports heads of up to {limit} elements, not {needs.head_dim}"
+
+
+def missing_features(spec: KernelSpec, features: frozenset[Feature]) -> Iterator[str]:
+    """Yield a phrase for each feature that a kernel does not support."""
+    yield from (f"does not support {feature}" for feature in Feature if feature in features - spec.features)
+
+
+def unsupported_error(spec: KernelSpec, reasons: Sequence[str]) -> PrepError:
+    """Return the UsageError of a kernel that cannot compute the attention of a run."""
+    what = f"attention kernel `{spec.name}` cannot compute this model's attention"
+    return usage_error(what, f"it {'; it '.join(reasons)}", f'`model.attention_kernel = "{AUTO}"`')

@@ -1,0 +1,94 @@
+"""The features of attention that a model and a run need from a kernel. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.memory_inputs import SAVES_SCORES
+from trainer.models.param_tree import ParamLeaf, dim_extent
+
+
+class Feature(StrEnum):
+    """A feature of attention; the value is its name in messages and in the documentation."""
+
+    CAUSAL = "causal masks"
+    WINDOW = "sliding windows"
+    MIXED_WINDOWS = "windows that differ between layers"
+    BIDIRECTIONAL = "attention without a causal mask"
+    CROSS = "cross-attention"
+    GROUPED_HEADS = "grouped query heads"
+    KEY_PADDING = "padding of keys that differs between rows"
+    SEGMENTS = "segment ids"
+    SCORE_BIAS = "relative position bias"
+    SOFTCAP = "softcap of scores"
+    LAYER_SCALE = "score scale per layer"
+    DROPOUT = "dropout of probabilities"
+    FCM = "forgetful causal masking"
+    POSITIONS = "positions other than 0 to T - 1"
+    SPLIT_SEQUENCE = "sequences split over devices"
+    SAVED_SCORES = "remat policies that save scores"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """The requirements of a run on its attention kernel.
+
+    Attributes:
+        features: Features of the masks, the scores and the run.
+        dtype: Dtype of queries, keys and values.
+        head_dim: Width of a head.
+    """
+
+    features: frozenset[Feature]
+    dtype: str
+    head_dim: int
+
+
+def model_features(arch_config: ArchConfig, leaves: Mapping[str, ParamLeaf]) -> frozenset[Feature]:
+    """Return the features that the attention of a model needs for whole sequences in order.
+
+    Args:
+        arch_config: The choices of the layers.
+        leaves: Parameters by path.
+    """
+    num_heads = dim_extent(leaves, "heads")
+    num_kv_heads = dim_extent(leaves, "kv_heads") or num_heads  # families without grouped heads have only `heads`
+    return frozenset(_arch_features(arch_config)) | ({Feature.GROUPED_HEADS} if num_kv_heads != num_heads else set())
+
+
+def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:
+    yield Feature.CAUSAL
+    if any(window != FULL_ATTENTION for window in arch_config.sliding_windows):
+        yield Feature.WINDOW
+    if len({*arch_config.sliding_windows}) > 1:
+        yield Feature.MIXED_WINDOWS
+    if arch_config.encoder is not None:
+        yield from (Feature.BIDIRECTIONAL, Feature.CROSS, Feature.KEY_PADDING)
+        yield from _arch_features(arch_config.encoder)
+    if arch_config.relative_position_bias is not None:
+        yield Feature.SCORE_BIAS
+    if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        yield Feature.SOFTCAP
+    if arch_config.scale_attn_by_inverse_layer_idx:
+        yield Feature.LAYER_SCALE
+
+
+def run_features(*, remat_policy: str, num_seq_shards: int, dropout: DropoutConfig = NO_DROPOUT) -> frozenset[Feature]:
+    """Return the features that a run needs in addition to those of its model.
+
+    Args:
+        remat_policy: Rematerialization policy of the layers.
+        num_seq_shards: Number of shards of a sequence in attention.
+        dropout: Rates of dropout and forgetful causal masking.
+    """
+    is_needed = {
+        Feature.SAVED_SCORES: remat_policy in SAVES_SCORES,
+        Feature.SPLIT_SEQUENCE: num_seq_shards > 1,
+        Feature.DROPOUT: dropout.attention > 0,
+        Feature.FCM: max(dropout.fcm_ratio) > 0,
+    }
+    return frozenset(feature for feature, needed in is_needed.items() if needed)

@@ -1,0 +1,56 @@
+"""The features that one call of an attention kernel uses, and their check against the kernel's capabilities.
+
+A kernel is chosen by the features of its model. This check also covers masks that are made elsewhere: no kernel ignores
+a part of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax import Array
+
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from trainer.models.attention_kernels import KernelSpec, missing_features, unsupported_error
+from trainer.models.attention_needs import Feature
+from trainer.nn.attention_mask import KV, AttentionMask
+
+
+def check_call(spec: KernelSpec, q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask) -> None:
+    """Check that a kernel supports all features of a call.
+
+    Raises:
+        UsageError: It does not support one of them.
+    """
+    features = frozenset(_features(q, kv, arch_config=arch_config, mask=mask))
+    if reasons := [*missing_features(spec, features)]:
+        raise unsupported_error(spec, reasons)
+
+
+def _features(q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask) -> Iterator[Feature]:
+    """Yield the features of a call; positions are compared by their shapes only."""
+    is_causal = mask.is_causal and mask.q_positions is not None and mask.kv_positions is not None
+    yield Feature.CAUSAL if is_causal else Feature.BIDIRECTIONAL
+    if is_causal and mask.window != FULL_ATTENTION:
+        yield Feature.WINDOW
+    if is_causal and _has_other_positions(mask):
+        yield Feature.POSITIONS
+    if q.shape[2] != kv.keys.shape[2]:
+        yield Feature.GROUPED_HEADS
+    if mask.kv_valid is not None:
+        yield Feature.KEY_PADDING
+    if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
+        yield Feature.SEGMENTS
+    if mask.bias is not None:
+        yield Feature.SCORE_BIAS
+    if mask.layer_score_scale is not None:
+        yield Feature.LAYER_SCALE
+    if arch_config.attn_logit_softcap != NO_SOFTCAP:
+        yield Feature.SOFTCAP
+
+
+def _has_other_positions(mask: AttentionMask) -> bool:
+    """Return whether positions differ between rows, or between queries and keys."""
+    assert mask.q_positions is not None
+    assert mask.kv_positions is not None
+    return mask.q_positions.ndim != 1 or mask.q_positions.shape != mask.kv_positions.shape

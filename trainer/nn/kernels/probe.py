@@ -1,0 +1,185 @@
+"""A numeric check of attention kernels: output and gradients of a small random case against the reference kernel.
+
+Axes: B rows of the batch, T tokens, H query heads, K key and value heads, E head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
+from trainer.models.attention_kernels import KERNEL_SPECS, DeviceKind
+from trainer.models.attention_needs import AttentionNeeds, Feature
+from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.kernels import KERNELS, AttentionKernel
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.reference import reference_attention
+from trainer.nn.score_bias import ScoreBias
+
+NUM_ROWS, NUM_KV_HEADS, GROUP = 2, 2, 2
+LENGTH, TILE = 72, (32, 16)  # the last tile of queries is incomplete
+ACCELERATOR_LENGTH = 640  # several blocks of every kernel
+WINDOW, SOFTCAP, LAYER_SCALE = 20, 2.0, 0.5
+BIAS = RelativePositionBias(num_buckets=8, max_distance=16, bidirectional=True)
+UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # halves the compile time
+NUM_ROUNDINGS = 8  # of an element, from scaled queries to a gradient: each rounds to the dtype of the computation
+
+Arrays = Mapping[str, Array]
+
+
+@cache
+def find_mismatch(name: str, needs: AttentionNeeds, device: DeviceKind) -> str:
+    """Run a kernel on a random case with the features of a run; return how it differs from the reference kernel.
+
+    Args:
+        name: One of `KERNEL_NAMES`.
+        needs: Requirements of the run.
+        device: Kind of JAX's default device.
+
+    Returns:
+        Empty if output and gradients are equal within rounding; otherwise a phrase with the largest error, or with the
+        exception that the kernel raised.
+    """
+    length = ACCELERATOR_LENGTH if KERNEL_SPECS[name].runs_per_device else LENGTH
+    try:
+        errors = relative_errors(KERNELS[name], needs, device, length=length)
+    except Exception as error:  # a failure of any kind means that the kernel does not work here
+        return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+    array, largest = max(errors.items(), key=lambda item: (not np.isfinite(item[1]), item[1]))
+    allowed = tolerance(needs, device, length)
+    if largest <= allowed:
+        return ""
+    return f"its {array} differs from the reference by {largest:.2g} of the norm, {allowed:.2g} is allowed"
+
+
+def tolerance(needs: AttentionNeeds, device: DeviceKind, length: int) -> float:
+    """Return the allowed norm of an error, relative to the norm of the exact array.
+
+    Products are summed in float32: a sum of n products has an error of at most n unit roundoffs (Higham 2002, section
+    3.1). Accelerators round the factors of float32 products to bfloat16 or tf32 by default.
+    """
+    dtype = needs.dtype if device.platform == "cpu" else "bfloat16"
+    return NUM_ROUNDINGS * UNIT_ROUNDOFFS[dtype] + (needs.head_dim + length) * UNIT_ROUNDOFFS["float32"]
+
+
+def relative_errors(
+    kernel: AttentionKernel, needs: AttentionNeeds, device: DeviceKind, *, length: int
+) -> dict[str, float]:
+    """Return the norm of the error of each array, relative to the norm of the exact one.
+
+    Args:
+        kernel: The kernel to check.
+        needs: Features of the masks and scores, and dtype and width of the heads.
+        device: Kind of JAX's default device.
+        length: Tokens of a row.
+
+    Returns:
+        The largest errors over the masks of the run, of `output`, and of `gradient of q`, `k`, `v` and, with a
+        relative position bias, `bias`.
+    """
+    inputs = _random_inputs(needs, length)
+    exact_inputs = {name: array.astype(jnp.float32) for name, array in inputs.items()}
+    errors: dict[str, float] = {}
+    for has_causal_mask, window in _mask_kinds(needs):
+        run = partial(_output_and_gradients, needs=needs, is_causal=has_causal_mask, window=window)
+        actual = _compile_and_run(partial(run, kernel), inputs, device)
+        with jax.default_matmul_precision("highest"):
+            exact = _compile_and_run(partial(run, reference_attention), exact_inputs, device)
+        for name, expected in jax.device_get(exact).items():
+            difference = np.asarray(actual[name], np.float32) - expected
+            error = float(np.linalg.norm(difference) / np.linalg.norm(expected))
+            errors[name] = float(np.maximum(errors.get(name, 0.0), error))  # unlike max, it keeps nan
+    return errors
+
+
+def _compile_and_run(function: Callable[[Arrays], Arrays], inputs: Arrays, device: DeviceKind) -> Arrays:
+    """Run a function of arrays on JAX's default device."""
+    options = CPU_OPTIONS if device.platform == "cpu" else None
+    return jax.jit(function).lower(inputs).compile(compiler_options=options)(inputs)
+
+
+def _random_inputs(needs: AttentionNeeds, length: int) -> dict[str, Array]:
+    """Return q, k, v, the gradient of the output, and the table of the bias; scores are of the order of 1."""
+    num_heads = NUM_KV_HEADS * (GROUP if Feature.GROUPED_HEADS in needs.features else 1)
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Array:
+        return jnp.asarray(random.standard_normal(shape), needs.dtype)
+
+    inputs = {
+        "q": normal(NUM_ROWS, length, num_heads, needs.head_dim),
+        "k": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
+        "v": normal(NUM_ROWS, length, NUM_KV_HEADS, needs.head_dim),
+        "output_gradient": normal(NUM_ROWS, length, num_heads, needs.head_dim),
+    }
+    return inputs | ({"bias": normal(BIAS.num_buckets, num_heads)} if Feature.SCORE_BIAS in needs.features else {})
+
+
+def _mask_kinds(needs: AttentionNeeds) -> Iterator[tuple[bool, int]]:
+    """Yield whether the mask is causal, and its window, for each mask of the run."""
+    if needs.features.isdisjoint({Feature.WINDOW}) or Feature.MIXED_WINDOWS in needs.features:
+        yield True, FULL_ATTENTION
+    if Feature.WINDOW in needs.features:
+        yield True, WINDOW
+    if Feature.BIDIRECTIONAL in needs.features:
+        yield False, FULL_ATTENTION
+
+
+def _output_and_gradients(
+    kernel: AttentionKernel, inputs: Arrays, *, needs: AttentionNeeds, is_causal: bool, window: int
+) -> dict[str, Array]:
+    """Return the output of a kernel, and the gradients of its inputs."""
+    arch_config, options = _arch_config(needs), AttentionOptions("blockwise", *TILE)
+
+    def attend(arrays: Arrays) -> Array:
+        mask = _mask(needs, arrays, is_causal=is_causal, window=window)
+        return kernel(arrays["q"], KV(arrays["k"], arrays["v"]), arch_config, mask, options)
+
+    differentiable = {name: array for name, array in inputs.items() if name != "output_gradient"}
+    output, pullback = jax.vjp(attend, differentiable)
+    (gradients,) = pullback(inputs["output_gradient"].astype(output.dtype))
+    return {"output": output, **{f"gradient of {name}": gradient for name, gradient in gradients.items()}}
+
+
+def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int) -> AttentionMask:
+    """Return a mask with the features of the run."""
+    num_rows, length = arrays["q"].shape[:2]
+    positions = jnp.arange(length)
+    starts = length * jnp.arange(1, num_rows + 1)[:, None] // (num_rows + 2)  # of the second segment, or of padding
+    mask = AttentionMask(positions, positions, window=window, is_causal=is_causal)
+    changes: dict[str, Any] = {}
+    if Feature.SEGMENTS in needs.features and is_causal:
+        segment_ids = (positions >= starts).astype(jnp.int32)
+        changes |= {"q_segment_ids": segment_ids, "kv_segment_ids": segment_ids}
+    if Feature.KEY_PADDING in needs.features and not is_causal:
+        changes["kv_valid"] = positions < starts
+    if Feature.SCORE_BIAS in needs.features:
+        changes["bias"] = ScoreBias(arrays["bias"], BIAS)
+    if Feature.LAYER_SCALE in needs.features:
+        changes["layer_score_scale"] = jnp.float32(LAYER_SCALE)
+    return dataclasses.replace(mask, **changes)
+
+
+def _arch_config(needs: AttentionNeeds) -> ArchConfig:
+    """Return an architecture with the scores of the run; its softcap is small enough to change all scores."""
+    return ArchConfig(
+        norm="rms",
+        norm_eps=1e-6,
+        activation="silu",
+        has_gated_mlp=True,
+        attn_scale=needs.head_dim**-0.5,
+        sliding_windows=(),
+        rope=None,
+        max_positions=0,
+        init_std=1.0,
+        attn_logit_softcap=SOFTCAP if Feature.SOFTCAP in needs.features else NO_SOFTCAP,
+    )

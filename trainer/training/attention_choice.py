@@ -1,0 +1,80 @@
+"""The choice of a run's attention kernel, with a numeric check before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainer.distributed.device_kind import device_kind
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.attention_kernels import AUTO, DeviceKind, KernelChoice, rank_kernels
+from trainer.models.attention_needs import AttentionNeeds
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.errors import PrepError
+from trainer.nn.kernels.probe import find_mismatch
+from trainer.planning.step_inputs import Shapes, attention_needs, longest_sequence
+from trainer.recipe import Recipe
+
+UNCHECKED = "reference"  # the kernel that others are compared with
+
+
+def choose_kernel(
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    warn: Callable[[str], None],
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> KernelChoice:
+    """Choose the attention kernel of a run, and compare it with the reference kernel on a small random case.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its rules.
+        warn: Called with a message for each kernel that `auto` skips because it failed the comparison.
+        dropout: Rates of dropout and forgetful causal masking.
+
+    Returns:
+        The kernel, and the reason for it.
+
+    Raises:
+        UsageError: The recipe names a kernel that cannot compute the model's attention on these devices.
+        PrepError: The recipe names a kernel that failed the comparison.
+    """
+    needs = attention_needs(recipe, model, mesh=sharding.mesh, rules=sharding.rules, dropout=dropout)
+    requested, device = recipe.model.attention_kernel, device_kind(sharding)
+    choices = rank_kernels(requested, needs, device=device, length=longest_sequence(recipe))
+    return first_correct(choices, needs, device, is_auto=requested == AUTO, warn=warn)
+
+
+def first_correct(
+    choices: Sequence[KernelChoice],
+    needs: AttentionNeeds,
+    device: DeviceKind,
+    *,
+    is_auto: bool,
+    warn: Callable[[str], None],
+) -> KernelChoice:
+    """Return the first kernel that computes what the reference kernel computes.
+
+    Args:
+        choices: Kernels in order of preference, at least one.
+        needs: Requirements of the run.
+        device: Kind of the devices.
+        is_auto: Whether to go on to the next kernel after a failure.
+        warn: Called with a message for each failure of `auto`.
+
+    Raises:
+        PrepError: The requested kernel failed, or all kernels.
+    """
+    failures: list[str] = []
+    for choice in choices:
+        failure = "" if choice.name == UNCHECKED else find_mismatch(choice.name, needs, device)
+        if not failure:
+            return KernelChoice(choice.name, "; ".join([choice.reason, *failures]))
+        what = f"attention kernel `{choice.name}` failed its numeric check"
+        if not is_auto:
+            raise PrepError(what, failure, f'`model.attention_kernel = "{AUTO}"`')
+        warn(f"{what}: {failure}")
+        failures.append(f"{choice.name} failed its numeric check")
+    raise PrepError("all attention kernels failed their numeric check", "; ".join(failures), "a `mesh` without sp")
