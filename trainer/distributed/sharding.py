@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.models import mesh as meshes
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rules, partition_spec
@@ -21,6 +21,8 @@ from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rule
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
 )
+
+HOST_MEMORY = "pinned_host"  # memory kind of JAX
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
@@ -95,6 +97,18 @@ class ShardingContext:
     def data_parallel_size(self) -> int:
         """Number of shards of a batch along its rows."""
         return 1 if self.mesh is None else self.mesh.size("dp") * self.mesh.size("fsdp")
+
+    def check_host_memory(self) -> None:
+        """Check that the devices can move arrays to host memory; the memory of a CPU device is host memory already.
+
+        Raises:
+            UsageError: They cannot.
+        """
+        assert self.device_mesh is not None
+        device = self.device_mesh.local_devices[0]
+        if device.platform == "cpu" or HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
+            what = f"`model.offload` is not supported on {device.platform} devices"
+            raise usage_error(what, "they have no host memory beside their own", "`--set model.offload=none`")
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""

@@ -32,7 +32,8 @@ Without rematerialization the derivative of each operation determines the saved 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
 
-With a rematerialization policy a layer saves its input and the matrix products that the policy names.
+With a rematerialization policy a layer saves its input and the matrix products or activations that the policy names.
+With `offload` the inputs of layers are saved in host memory, which the peak does not include.
 
 The formula is fitted to XLA's memory plans for CPU devices (`python -m bench.compiled_memory` prints both). On a CPU
 bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` is 4 for it.
@@ -65,6 +66,7 @@ class MemoryEstimate:
         layer: Working set of one layer's backward pass.
         head: Working set of the LM head and the loss.
         scores: Attention scores of one layer or tile, float32 [B, H, T, S]; part of `layer`.
+        offloaded: Activations saved in host memory; not part of the peak.
     """
 
     parameters: int
@@ -74,6 +76,7 @@ class MemoryEstimate:
     layer: int
     head: int
     scores: int
+    offloaded: int = 0
 
     @property
     def state(self) -> int:
@@ -103,6 +106,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
+        offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, CosSin, KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.kernels import KERNELS
@@ -58,14 +59,15 @@ def attention(
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
     kernel = KERNELS[context.attention_options.kernel]
-    kv = _repeat_kv(q, kv, sharding)
+    q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
     mixed = kernel(q, kv, context.arch_config, context.mask, context.attention_options)
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
         return linear(mixed, weights, "bthe,dhe->btd")
 
-    return map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size), kv_cache
+    output = map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size)
+    return name_activation(output, "o"), kv_cache
 
 
 def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
@@ -115,6 +117,11 @@ def _project_heads(
     if name == "v" or cos_sin is None:
         return heads
     return apply_rotary(heads, *cos_sin, is_interleaved=arch_config.rotary_pairs == "interleaved")
+
+
+def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:
+    """Name queries, keys and values, so that a rematerialization policy can save them."""
+    return name_activation(q, "q"), KV(name_activation(kv.keys, "k"), name_activation(kv.values, "v"))
 
 
 def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from trainer.models import mesh
 from trainer.models.errors import PrepError
-from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.partition import merge_rules
+from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
@@ -78,11 +78,11 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
-    policy, kernel = recipe.model.remat_policy, recipe.model.attention_kernel
-    if kernel != "reference" and policy in SAVES_SCORES:
-        what = f"`model.remat_policy` is {format_value(policy)}, and `model.attention_kernel` {format_value(kernel)}"
-        hint = '`model.remat_policy = "nothing_saveable"`'
-        yield Problem(("model.remat_policy",), what, "the policy saves the scores of all tiles", hint)
+    def check() -> None:
+        kernel, ffn_chunk_size = recipe.model.attention_kernel, recipe.model.ffn_chunk_size
+        check_remat(recipe.model.remat_policy, recipe.model.offload, kernel=kernel, ffn_chunk_size=ffn_chunk_size)
+
+    yield from _problem_if_raised(check, "model.remat_policy", "model.offload")
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.remat import OFFLOAD_NONE
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
@@ -21,9 +22,11 @@ def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
 
     Raises:
         PrepError: The batch does not divide among the devices, or a data file or the tokenizer is missing, unreadable
-            or empty.
+            or empty, or `model.offload` is set and the devices have no host memory to move arrays to.
     """
     assert sharding.mesh is not None
+    if recipe.model.offload != OFFLOAD_NONE:
+        sharding.check_host_memory()
     batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     for paths in (recipe.data.path, recipe.data.eval_path or ()):
         for path in files.find_files(paths, recipe.data.type):
@@ -53,6 +56,7 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         source_length=recipe.data.source_length or 0,
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
+        offload=recipe.model.offload,
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=_attention_tile(recipe),

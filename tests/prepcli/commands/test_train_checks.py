@@ -66,6 +66,13 @@ def test_memory_table_shows_the_scores_of_a_tile():
     assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
 
 
+def test_memory_table_shows_saved_names_and_host_memory():
+    run = replace(RUN_13B, remat_policy=("q", "attention_output"), offload="residuals")
+    lines = [" ".join(line.split()) for line in memory_table(run, estimate_memory(run), 80 * GIB).splitlines()]
+    assert any(line.startswith("saved by 40 layers (remat q, attention_output) ") for line in lines)
+    assert f"in host memory {40 * 2 * 32768 * 5120 * 2 / 4 / GIB:.2f} GiB" in lines
+
+
 def test_memory_warning_suggests_settings():
     doubt = memory_warning(RUN_13B, estimate_memory(RUN_13B), 80 * GIB)
     assert doubt.startswith("a step needs about ")

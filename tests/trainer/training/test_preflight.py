@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers.runs import make_job, make_setup
-from trainer.distributed.sharding import sharding_without_devices
-from trainer.models.errors import PrepError
+from trainer.distributed.sharding import ShardingContext, sharding_without_devices
+from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import FAMILIES
 from trainer.nn.model_spec import ModelSpec, build_model
@@ -75,12 +77,52 @@ def test_check_inputs_accepts_valid_inputs():
     check_inputs(load_test_recipe(), SHARDING)
 
 
+@dataclass
+class Device:
+    """A device with memories of some kinds."""
+
+    platform: str
+    kinds: tuple[str, ...]
+
+    def addressable_memories(self) -> list[Any]:
+        return [SimpleNamespace(kind=kind) for kind in self.kinds]
+
+
+def sharding_on(device: Device) -> ShardingContext:
+    """Return a sharding context on a device of another kind than this machine's."""
+    device_mesh: Any = SimpleNamespace(local_devices=[device])
+    return ShardingContext(mesh=parse_mesh("1,1,1"), device_mesh=device_mesh)
+
+
+@pytest.mark.parametrize("device", [Device("cpu", ("device", "pinned_host")), Device("gpu", ("device",))])
+def test_check_inputs_rejects_offload_without_host_memory(device: Device):
+    recipe = load_test_recipe("model.remat_policy=nothing_saveable", "model.offload=residuals")
+    with pytest.raises(PrepError) as caught:
+        check_inputs(recipe, sharding_on(device))
+    assert caught.value.code == USAGE
+    assert str(caught.value) == (
+        f"`model.offload` is not supported on {device.platform} devices - "
+        "they have no host memory beside their own - `--set model.offload=none`"
+    )
+
+
+def test_check_inputs_accepts_offload_with_host_memory():
+    recipe = load_test_recipe("model.remat_policy=nothing_saveable", "model.offload=residuals")
+    check_inputs(recipe, sharding_on(Device("tpu", ("device", "pinned_host"))))
+
+
 def test_memory_run_follows_batch_and_dtype():
     recipe = load_test_recipe("batch.accumulate=2", "model.dtype=bfloat16", "model.remat_policy=nothing_saveable")
     run = memory_run(recipe, llama(), SHARDING, widens_bfloat16=False)
     assert (run.micro_batch_size, run.local_batch_size, run.seq_length, run.itemsize) == (4, 2, 16, 2)
     assert run.remat_policy == "nothing_saveable"
     assert memory_run(recipe, llama(), SHARDING, widens_bfloat16=True).itemsize == 4
+
+
+def test_memory_run_has_names_of_activations_and_offload():
+    recipe = load_test_recipe('model.remat_policy=["q", "o"]', "model.offload=residuals")
+    run = memory_run(recipe, llama(), SHARDING, widens_bfloat16=False)
+    assert (run.remat_policy, run.offload) == (("q", "o"), "residuals")
 
 
 def test_context_warnings_name_too_long_sequences():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, nn
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -46,4 +47,5 @@ def reference_attention(
     if (visible := mask.materialize()) is not None:
         scores = jnp.where(visible if visible.ndim == 2 else visible[:, None, None], scores, MASKED_SCORE)
     probabilities = nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
+    output = jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
+    return name_activation(output, "attention_output")
