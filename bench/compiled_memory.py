@@ -45,6 +45,13 @@ class CompiledMemory:
 
 def compile_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int) -> CompiledMemory:
     """Compile loss and gradients for `batch_size` sequences of `seq_length` tokens."""
+    start_s = time.perf_counter()
+    memory: Any = lower_step(model, forward_config, batch_size, seq_length).compile().memory_analysis()
+    return CompiledMemory(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - start_s)
+
+
+def lower_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int, seq_length: int) -> Any:
+    """Lower the step of (params, batch) to loss and gradients."""
     import jax
     import jax.numpy as jnp
 
@@ -66,12 +73,10 @@ def compile_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: in
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: shape((batch_size, seq_length), dtype, batch_sharding) for name, dtype in dtypes.items()}
     grad_shardings = unflatten_tree({path: leaf_sharding for path, (_, leaf_sharding) in leaves.items()})
-    start_s = time.perf_counter()
     step = jax.jit(
         jax.value_and_grad(mean), out_shardings=(forward_config.sharding.replicated_sharding(), grad_shardings)
     )
-    memory: Any = step.lower(params, batch).compile().memory_analysis()
-    return CompiledMemory(memory.temp_size_in_bytes, memory.argument_size_in_bytes, time.perf_counter() - start_s)
+    return step.lower(params, batch)
 
 
 def make_parser() -> argparse.ArgumentParser:
