@@ -4,7 +4,8 @@
     python -m bench.context --tokens 512,1024,2048,4096 --seconds 3
 
 The step computes the mean loss of one sequence and its gradients in float32, with `nothing_saveable`. Memory is the
-compiler's plan of temporaries for a CPU device: nothing is allocated. `--seconds N` also runs each step N times.
+compiler's plan of temporaries for a CPU device: nothing is allocated. `--seconds N` also runs each step N times, and
+prints the CPU seconds of the fastest run: they depend less on other load than the wall time does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ContextRow:
         method: One of `METHODS`.
         tokens: Tokens of the sequence.
         memory: The compiler's memory plan.
-        seconds: Seconds of each run after the first; empty if it did not run.
+        seconds: CPU seconds of each run after the first; empty if it did not run.
     """
 
     method: str
@@ -81,7 +82,7 @@ def measure_contexts(model: ModelSpec, lengths: Sequence[int], num_runs: int = 0
 
 
 def _run_seconds(model: ModelSpec, forward_config: ForwardConfig, tokens: int, num_runs: int) -> Iterable[float]:
-    """Run a step on random parameters, once to warm up and then `num_runs` times, and yield the seconds of each."""
+    """Run a step on random parameters, once to warm up and then `num_runs` times, and yield the CPU seconds of each."""
     import jax
     import jax.numpy as jnp
 
@@ -93,16 +94,16 @@ def _run_seconds(model: ModelSpec, forward_config: ForwardConfig, tokens: int, n
     step = lower_step(model, forward_config, 1, tokens).compile()
     jax.block_until_ready(step(params, batch))
     for _ in range(num_runs):
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         jax.block_until_ready(step(params, batch))
-        yield time.perf_counter() - start_s
+        yield time.process_time() - start_s
 
 
 def context_text(rows: Sequence[ContextRow]) -> str:
-    """Return a table with a line per length: MiB of temporaries of each method, and seconds if they were measured."""
+    """Return a table with a line per length: MiB of temporaries of each method, and its CPU seconds if it ran."""
     by_place = {(row.tokens, row.method): row for row in rows}
     header = ["tokens", *(f"{method}, MiB" for method in METHODS)]
-    header += [f"{method}, s" for method in METHODS] if any(row.seconds for row in rows) else []
+    header += [f"{method}, CPU s" for method in METHODS] if any(row.seconds for row in rows) else []
     lines: list[list[str]] = []
     for tokens in sorted({row.tokens for row in rows}):
         cells = [by_place.get((tokens, method)) for method in METHODS]

@@ -14,6 +14,7 @@ from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import param_leaves
 from trainer.models.partition import DEFAULT_RULES
 from trainer.models.registry import FAMILIES
+from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 
 MIB = 1 << 20
 SMALL = {
@@ -247,10 +248,12 @@ def test_every_family_has_an_estimate(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "remat_policy", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+    "remat_policy", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", ACTIVATION_NAMES]
 )
 @pytest.mark.parametrize(("family_name", "config"), [("llama", SMALL), ("gpt_neox", NEOX), ("mixtral", MIXTRAL)])
-def test_activations_are_close_to_current_xla_plan(family_name: str, config: Mapping[str, Any], remat_policy: str):
+def test_activations_are_close_to_current_xla_plan(
+    family_name: str, config: Mapping[str, Any], remat_policy: RematPolicy
+):
     """The margin is wide, because XLA fuses less with the flags of the test suite."""
     from bench.compiled_memory import compile_step
     from trainer.nn.model_spec import ForwardConfig, build_model

@@ -133,12 +133,13 @@ def test_complete_recipe_keeps_a_rope_scaling(tmp_path: Path):
     assert (again.model.rope_theta, again.model.max_position_embeddings) == (5e5, 4096)
 
 
-def test_complete_recipe_keeps_names_of_activations(tmp_path: Path):
-    overrides = ('model.remat_policy=["q", "attention_output"]', "model.offload=residuals")
+@pytest.mark.parametrize("names", [("attention_output",), ("q", "attention_output")])
+def test_complete_recipe_keeps_names_of_activations(tmp_path: Path, names: tuple[str, ...]):
+    overrides = (f"model.remat_policy={list(names)}", "model.offload=residuals")
     loaded = load_recipe(RECIPES / "llama-7b.toml", overrides)
     (tmp_path / "recipe.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
     model = load_recipe(tmp_path / "recipe.toml").recipe.model
-    assert (model.remat_policy, model.offload) == (("q", "attention_output"), "residuals")
+    assert (model.remat_policy, model.offload) == (names, "residuals")
 
 
 @pytest.mark.parametrize("rules", [(), ("embed=none",), ("embed=fsdp+sp", "kv_heads=mp|none")])
