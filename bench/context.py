@@ -117,7 +117,7 @@ def context_svg(rows: Sequence[ContextRow]) -> str:
     """Return an SVG of GiB of temporaries over thousands of tokens, with logarithmic axes."""
     curves = [
         Curve(
-            f"{method}, GiB over thousands of tokens",
+            f"{method}, GiB",
             [(row.tokens / K, row.memory.temp_nbytes / GIB) for row in rows if row.method == method],
         )
         for method in METHODS
