@@ -5,7 +5,8 @@
 
 The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
 results; `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
-simulated CPU devices.
+simulated CPU devices, which widen bfloat16 to float32. `--topology` compiles for one chip of a TPU; it needs the
+package libtpu, but no TPU.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.models import mesh as meshes
+from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 
 if TYPE_CHECKING:
     from jax.stages import Lowered
 
+    from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 MODEL_SIZES: dict[str, dict[str, Any]] = {
@@ -34,6 +37,7 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
 }  # fmt: skip
+MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,20 @@ def lower_step(model: ModelSpec, forward_config: ForwardConfig, batch_size: int,
     return step.lower(params, batch)
 
 
+def topology_sharding(topology: str) -> ShardingContext:
+    """Return a sharding context on one device of a TPU topology, for compilation only."""
+    import jax
+    from jax.experimental import topologies
+
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.models.mesh import parse_mesh
+
+    mesh = parse_mesh("1,1,1")
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    axis_types = (jax.sharding.AxisType.Auto,) * len(mesh.names)
+    return ShardingContext(mesh, device_mesh=jax.make_mesh(mesh.sizes, mesh.names, axis_types, devices=[device]))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled_memory", description=(__doc__ or "").split("\n")[0])
@@ -89,7 +107,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--tokens", default="8192,32768", help="context lengths, comma-separated (default: %(default)s)"
     )
     parser.add_argument(
-        "--remat", default="none,nothing_saveable", help="remat policies, comma-separated (default: %(default)s)"
+        "--remat",
+        default="none,nothing_saveable",
+        help="remat policies, comma-separated, or names of activations: q+k+v (default: %(default)s)",
     )
     parser.add_argument("--rows", type=int, help="batch size (default: one sequence per data-parallel shard)")
     parser.add_argument("--dtype", default="float32", help="dtype of the computation (default: %(default)s)")
@@ -97,8 +117,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
     parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
     parser.add_argument("--ffn-chunk", type=int, default=-1, help="tokens of an MLP chunk (default: all)")
+    parser.add_argument("--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)")
     parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
+    parser.add_argument(
+        "--topology", metavar="NAME", help="one TPU chip of a topology, as v5e:2x2, instead of the mesh"
+    )
     return parser
+
+
+def parse_policy(text: str) -> RematPolicy:
+    """Return the policy of a name, or of names of activations joined by `+`."""
+    names = tuple(text.split("+"))
+    return names if {*names} <= {*ACTIVATION_NAMES} else text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,25 +138,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(mesh.n_devices)
     from trainer.distributed.sharding import ShardingContext, make_sharding_context
     from trainer.models.memory_estimate import estimate_memory
-    from trainer.models.memory_inputs import MemoryInputs
+    from trainer.models.memory_inputs import FLOAT32, MemoryInputs
     from trainer.models.registry import FAMILIES
     from trainer.nn.kernels.options import AttentionOptions
     from trainer.nn.model_spec import ForwardConfig, build_model
 
     sharding = make_sharding_context(mesh) if mesh.n_devices > 1 else ShardingContext()
+    if options.topology:
+        sharding = topology_sharding(options.topology)
     rows = options.rows or sharding.data_parallel_size
     model = build_model(FAMILIES["llama"], MODEL_SIZES[options.size], is_tied=False)
-    print(f"{options.size}, {options.dtype}, mesh {mesh}, {rows} sequences a step; of one device:")
+    devices = options.topology or f"mesh {mesh}"
+    print(f"{options.size}, {options.dtype}, {devices}, {rows} sequences a step; of one device:")
     columns = f"{'temp MiB':>10}{'estimated':>11}{'parameters and batch MiB':>26}{'compile s':>11}"
     print(f"{'tokens':>8}  {'remat':<32}{columns}")
     for seq_length in map(int, options.tokens.split(",")):
-        for remat in options.remat.split(","):
+        for remat in map(parse_policy, options.remat.split(",")):
             forward_config = ForwardConfig(
                 dtype=options.dtype,
                 remat_policy=remat,
                 sharding=sharding,
                 attention_options=AttentionOptions(options.kernel, options.q_chunk, options.k_chunk),
                 ffn_chunk_size=options.ffn_chunk,
+                head_chunk_size=options.head_chunk,
             )
             compiled = compile_step(model, forward_config, rows, seq_length)
             run = MemoryInputs(
@@ -137,12 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows,
                 seq_length,
                 remat_policy=remat,
+                itemsize=2 if options.topology and options.dtype == "bfloat16" else FLOAT32,
                 ffn_chunk_size=options.ffn_chunk,
+                head_chunk_size=options.head_chunk,
                 attention_tile=None if options.kernel == "reference" else (options.q_chunk, options.k_chunk),
             )
             expected = estimate_memory(run).activations
             sizes = f"{compiled.temp_nbytes >> 20:>10,}{expected >> 20:>11,}{compiled.argument_nbytes >> 20:>26,}"
-            print(f"{seq_length:>8}  {remat:<32}{sizes}{compiled.compile_s:>11.1f}", flush=True)
+            policy_text = remat if isinstance(remat, str) else "+".join(remat)
+            print(f"{seq_length:>8}  {policy_text:<32}{sizes}{compiled.compile_s:>11.1f}", flush=True)
 
 
 if __name__ == "__main__":

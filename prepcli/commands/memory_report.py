@@ -28,19 +28,24 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         "moments": estimated.moments,
         "gradients and updates": estimated.gradients,
         "batch": estimated.batch,
-        f"saved by {len(run.arch_config.sliding_windows)} layers (remat {run.remat_policy})": estimated.saved,
+        f"saved by {len(run.arch_config.sliding_windows)} layers (remat {_policy_text(run)})": estimated.saved,
         "one layer at work": estimated.layer,
         **({f"  of it scores {shape}": estimated.scores} if estimated.scores else {}),
         f"head and loss, {chunk} tokens": estimated.head,
         "peak": estimated.peak,
     }
     rows = [(name, format_bytes(nbytes)) for name, nbytes in sizes.items()]
+    rows += [("in host memory", format_bytes(estimated.offloaded))] if estimated.offloaded else []
     rows += [("available", available)] if available else []
     return format_table(rows, ["memory of one device, estimated", ""], right_aligned=[""])
 
 
+def _policy_text(run: MemoryInputs) -> str:
+    return run.remat_policy if isinstance(run.remat_policy, str) else ", ".join(run.remat_policy)
+
+
 def memory_fields(estimated: MemoryEstimate, available_nbytes: int | None) -> dict[str, Any]:
     """Return the estimate in bytes, for the JSON object."""
-    names = ("parameters", "moments", "gradients", "batch", "saved", "layer", "scores", "head", "peak")
+    names = ("parameters", "moments", "gradients", "batch", "saved", "layer", "scores", "head", "peak", "offloaded")
     fits = None if available_nbytes is None else estimated.peak <= available_nbytes
     return {name: getattr(estimated, name) for name in names} | {"available": available_nbytes, "fits": fits}

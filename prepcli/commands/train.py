@@ -185,12 +185,13 @@ def _open_start_checkpoint(
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.rule_text import merge_rules
-    from trainer.training.preflight import check_batch, check_inputs
+    from trainer.training.preflight import check_batch, check_devices, check_inputs
     from trainer.training.setup import partition_rules
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
     recipe_sharding = make_sharding_context(mesh, merge_rules(loaded.recipe.rules or (), origin="rules"))
     check_inputs(loaded.recipe)
+    check_devices(loaded.recipe, recipe_sharding)
     steps = [] if request.restart else saved_steps(folder)
     if steps:
         path = step_folder(folder, steps[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -31,7 +32,12 @@ class Bar:
 
 
 def line_chart(
-    curves: Sequence[Curve], marks: Sequence[tuple[float, str]] = (), *, title: str = "", from_zero: bool = False
+    curves: Sequence[Curve],
+    marks: Sequence[tuple[float, str]] = (),
+    *,
+    title: str = "",
+    from_zero: bool = False,
+    is_log: bool = False,
 ) -> str:
     """Draw curves on shared axes.
 
@@ -40,6 +46,7 @@ def line_chart(
         marks: Vertical lines: x and name.
         title: Title of the chart.
         from_zero: Whether the axes begin at 0.
+        is_log: Whether both axes are logarithmic; all values are then positive.
 
     Returns:
         An `<svg>` element; empty without points.
@@ -49,7 +56,8 @@ def line_chart(
     if not xs:
         return ""
     low_x, low_y = (0, 0) if from_zero else (min(xs), min(ys))
-    across, up = _Scale(low_x, max(xs), MARGIN, WIDTH - 28), _Scale(low_y, max(ys), HEIGHT - 28, 24)
+    across = _Scale(low_x, max(xs), MARGIN, WIDTH - 28, is_log)
+    up = _Scale(low_y, max(ys), HEIGHT - 28, 24, is_log)
     parts = [*_axes(across, up), *(_mark(across.position(x), name) for x, name in marks)]
     for number, curve in enumerate(curves):
         colour = COLORS[number % len(COLORS)]
@@ -61,23 +69,31 @@ def line_chart(
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Linear scale from values to pixels."""
+    """Linear or logarithmic scale from values to pixels."""
 
     low: float
     high: float
     first: float
     last: float
+    is_log: bool = False
+
+    @property
+    def middle(self) -> float:
+        """The value in the middle."""
+        return math.sqrt(self.low * self.high) if self.is_log else (self.low + self.high) / 2
 
     def position(self, value: float) -> float:
         """Return the pixel of a value."""
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        value, low, high = (math.log(number) if self.is_log else number for number in (value, self.low, self.high))
+        share = (value - low) / (high - low) if high > low else 0.5
         return self.first + share * (self.last - self.first)
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterable[str]:
     yield f'<path d="M{across.first},{up.last} V{up.first} H{across.last}" fill="none" stroke="currentColor"/>'
-    for value in (up.low, (up.low + up.high) / 2, up.high):
-        yield _text(across.first - 6, up.position(value) + 4, f"{value:.2f}", "end")
+    for value in (up.low, up.middle, up.high):
+        text = f"{value:.2f}" if value < 1000 else f"{value:,.0f}"
+        yield _text(across.first - 6, up.position(value) + 4, text, "end")
     for value in (across.low, across.high):
         yield _text(across.position(value), up.first + 18, f"{value:.3g}", "middle")
 

@@ -8,6 +8,7 @@ import pytest
 
 from bench import compiled_memory
 from trainer.models.errors import PrepError
+from trainer.models.remat import RematPolicy
 
 
 def test_main_prints_a_line_per_length_and_policy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -24,6 +25,13 @@ def test_main_prints_a_line_per_length_and_policy(capsys: pytest.CaptureFixture[
     assert [match and match[4] for match in matches] == ["2", "2"]
     temps = [int(match[2].replace(",", "")) for match in matches if match]
     assert temps[0] < temps[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"), [("none", "none"), ("q", ("q",)), ("q+attention_output", ("q", "attention_output"))]
+)
+def test_parse_policy_reads_names_of_activations(text: str, policy: RematPolicy):
+    assert compiled_memory.parse_policy(text) == policy
 
 
 def test_main_rejects_an_invalid_mesh():

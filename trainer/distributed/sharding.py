@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.models import mesh as meshes
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import Spec, activation_spec, computed_spec, leaf_spec, num_batch_shards, partition_spec
@@ -23,6 +23,8 @@ UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
 TRAINING_MEMORY_HINT = (
     'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
 )
+
+HOST_MEMORY = "pinned_host"  # memory kind of JAX
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
@@ -123,6 +125,18 @@ class ShardingContext:
     def data_parallel_size(self) -> int:
         """Number of shards of a batch along its rows."""
         return num_batch_shards(self.mesh, self.rules)
+
+    def check_host_memory(self) -> None:
+        """Check that the devices can move arrays to host memory; the memory of a CPU device is host memory already.
+
+        Raises:
+            UsageError: They cannot.
+        """
+        assert self.device_mesh is not None
+        device = self.device_mesh.local_devices[0]
+        if device.platform == "cpu" or HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
+            what = f"`model.offload` is not supported on {device.platform} devices"
+            raise usage_error(what, "they have no host memory beside their own", "`--set model.offload=none`")
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""

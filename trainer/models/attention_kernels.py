@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.models.attention_needs import AttentionNeeds, Feature
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.memory_inputs import NO_SCORES
+from trainer.models.remat import SAVES_INPUT, SAVES_SCORES, RematPolicy
 
 AUTO = "auto"
 MAX_DENSE_LENGTH = 1024  # tokens up to which dense attention is at least as fast as blockwise attention on a CPU
@@ -211,6 +213,19 @@ def missing(spec: KernelSpec, needs: AttentionNeeds, device: DeviceKind) -> Iter
 def missing_features(spec: KernelSpec, features: frozenset[Feature]) -> Iterator[str]:
     """Yield a phrase for each feature that a kernel does not support."""
     yield from (f"does not support {feature}" for feature in Feature if feature in features - spec.features)
+
+
+def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
+    """Raise UsageError if a rematerialization policy saves scores, and the kernel computes them in tiles.
+
+    Args:
+        policy: `model.remat_policy`.
+        kernel: `model.attention_kernel`; `auto` takes a kernel that fits the policy.
+    """
+    if kernel != AUTO and policy in SAVES_SCORES and Feature.SAVED_SCORES not in find_kernel(kernel).features:
+        what = f'`model.remat_policy` is {json.dumps(policy)}, and `model.attention_kernel` "{kernel}"'
+        hint = f'`model.remat_policy = "{SAVES_INPUT}"`'
+        raise usage_error(what, "the policy saves the scores of all tiles", hint)
 
 
 def unsupported_error(spec: KernelSpec, reasons: Sequence[str]) -> PrepError:

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, dim_extent
+from trainer.models.remat import SAVES_SCORES, RematPolicy
 
 
 class Feature(StrEnum):
@@ -77,7 +77,9 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:
         yield Feature.LAYER_SCALE
 
 
-def run_features(*, remat_policy: str, num_seq_shards: int, dropout: DropoutConfig = NO_DROPOUT) -> frozenset[Feature]:
+def run_features(
+    *, remat_policy: RematPolicy, num_seq_shards: int, dropout: DropoutConfig = NO_DROPOUT
+) -> frozenset[Feature]:
     """Return the features that a run needs in addition to those of its model.
 
     Args:

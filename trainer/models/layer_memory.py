@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
 from trainer.models.chunk_sizes import WHOLE, chunk_length, expert_block_length
-from trainer.models.memory_inputs import FLOAT32, SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, MemoryInputs
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
+from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
 ROW_COPIES = 2  # outputs of experts, and their gradients
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
@@ -56,21 +57,19 @@ class LayerStack:
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes that one layer saves for its backward pass by the policy, without weights."""
-        inputs, residual_size = self.inputs, self._residual_size()
-        if inputs.remat_policy in SAVES_ALL:
+        """Bytes that one layer saves on the device for its backward pass by the policy, without weights."""
+        policy = self.inputs.remat_policy
+        if policy in SAVES_ALL:
             return self._saved_without_remat_nbytes()
-        num_attentions = len(self.kv_lengths)
-        saved = residual_size * inputs.itemsize // inputs.num_residual_shards(self.seq_length)
-        if inputs.remat_policy in SAVES_DOTS + SAVES_WEIGHT_DOTS:
-            mlp_size = residual_size + self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp)
-            saved += 0 if self.arch_config.experts_per_token else inputs.itemsize * mlp_size
-            saved += inputs.itemsize * residual_size * num_attentions
-            saved += inputs.itemsize * (self._query_size() + self._kv_size()) * num_attentions
-        if inputs.remat_policy in SAVES_DOTS:
-            for kv_length in self.kv_lengths.values():
-                saved += self._score_size(kv_length) * FLOAT32 + self._query_size() * inputs.itemsize
-        return saved
+        names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
+        score_size = sum(map(self._score_size, self.kv_lengths.values())) if policy in SAVES_DOTS else 0
+        activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
+        return self._input_nbytes() - self.offloaded_nbytes + activations
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes that one layer saves in host memory."""
+        return 0 if self.inputs.offload == OFFLOAD_NONE else self._input_nbytes()
 
     @property
     def working_set_nbytes(self) -> int:
@@ -82,6 +81,32 @@ class LayerStack:
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
         )
+
+    def _input_nbytes(self) -> int:
+        """Return the bytes of the residual stream before a layer."""
+        return self._residual_size() * self.inputs.itemsize // self.inputs.num_residual_shards(self.seq_length)
+
+    def _activation_nbytes(self, name: str) -> int:
+        """Return the bytes that saving a named activation takes in all attentions of a layer.
+
+        The output of a block takes none if no norm reads it, because then the backward pass does not either.
+        """
+        itemsize, num_attentions, block_type = self.inputs.itemsize, len(self.kv_lengths), self.arch_config.block_type
+        match name:
+            case "q":
+                return itemsize * self._query_size() * num_attentions
+            case "k" | "v":
+                return itemsize * self._kv_size() // 2 * num_attentions
+            case "attention_output":
+                return itemsize * self._query_size() * num_attentions + self._normalizer_nbytes()
+            case "o" if not block_type.startswith("parallel"):
+                return self._input_nbytes() * num_attentions
+            case "mlp_hidden":
+                return itemsize * self._mlp_hidden_size() * (1 + self.arch_config.has_gated_mlp)
+            case "mlp_output" if block_type in OUTPUT_NORMS_PER_BLOCK:
+                return self._input_nbytes()
+            case _:
+                return 0
 
     def _saved_without_remat_nbytes(self) -> int:
         """Return the bytes that a layer saves without rematerialization."""
@@ -110,11 +135,16 @@ class LayerStack:
     def _saved_scores_nbytes(self) -> int:
         """Return the bytes of attention scores saved for the backward pass; in tiles, of their log-sum-exp."""
         if self.inputs.attention_tile is not None:
-            normalizers = FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim")
-            return normalizers * len(self.kv_lengths)
+            return self._normalizer_nbytes()
         num_scores = sum(map(self._score_size, self.kv_lengths.values()))
         softcap_nbytes = FLOAT32 if self.arch_config.attn_logit_softcap != NO_SOFTCAP else 0
         return num_scores * (FLOAT32 + self.inputs.itemsize + softcap_nbytes)
+
+    def _normalizer_nbytes(self) -> int:
+        """Return the bytes of the log-sum-exp of the scores of each query, in all attentions; 0 without tiles."""
+        if self.inputs.attention_tile is None:
+            return 0
+        return FLOAT32 * self._query_size() // self.inputs.local_extent("head_dim") * len(self.kv_lengths)
 
     def _transient_scores_nbytes(self) -> int:
         """Return the bytes of scores that exist only during a layer's backward pass."""

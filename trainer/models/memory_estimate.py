@@ -33,7 +33,8 @@ Without rematerialization the derivative of each operation determines the saved 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
 
-With a rematerialization policy a layer saves its input and the matrix products that the policy names.
+With a rematerialization policy a layer saves its input and the matrix products or activations that the policy names.
+With `offload` the inputs of layers are saved in host memory, which the peak does not include.
 
 The formula is fitted to XLA's memory plans for CPU devices (`python -m bench.compiled_memory` prints both). On a CPU
 bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` is 4 for it.
@@ -67,6 +68,7 @@ class MemoryEstimate:
         head: Working set of the LM head and the loss.
         scores: Attention scores of one layer or tile, float32 [B, H, T, S]; part of `layer`.
         batch: Token ids, targets and weights of a step.
+        offloaded: Activations saved in host memory; not part of the peak.
     """
 
     parameters: int
@@ -77,6 +79,7 @@ class MemoryEstimate:
     head: int
     scores: int
     batch: int
+    offloaded: int = 0
 
     @property
     def state(self) -> int:
@@ -107,6 +110,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         head=_lm_head_nbytes(inputs),
         scores=max(stack.score_nbytes for stack in stacks),
         batch=_batch_nbytes(inputs),
+        offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
 
 

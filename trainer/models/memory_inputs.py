@@ -10,14 +10,11 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
 from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards
+from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy
 from trainer.models.rules import Rules
 
 FLOAT32 = 4
-SAVES_ALL = ("none", "everything_saveable")
-SAVES_DOTS = ("dots_saveable", "checkpoint_dots")
-SAVES_SCORES = ("everything_saveable", *SAVES_DOTS)  # of all tiles, with blockwise attention
 NO_SCORES = (0, 0)  # attention tile of a kernel that keeps scores on the chip
-SAVES_WEIGHT_DOTS = ("dots_with_no_batch_dims_saveable", "checkpoint_dots_with_no_batch_dims")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +31,7 @@ class MemoryInputs:
         source_length: Tokens of a source; 0 without an encoder.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
+        offload: "residuals" if the inputs of layers are saved in host memory, or "none".
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
@@ -49,7 +47,8 @@ class MemoryInputs:
     seq_length: int
     source_length: int = 0
     itemsize: int = FLOAT32
-    remat_policy: str = "none"
+    remat_policy: RematPolicy = REMAT_NONE
+    offload: str = OFFLOAD_NONE
     head_chunk_size: int = 512
     ffn_chunk_size: int = -1
     attention_tile: tuple[int, int] | None = None

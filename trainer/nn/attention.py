@@ -14,6 +14,7 @@ from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, CosSin, KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Site
@@ -59,7 +60,8 @@ def attention(
         kv = encoder_states if isinstance(encoder_states, KV) else project_kv(encoder_states, weights, context)
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
-    kv, mask = _repeat_kv(q, kv, sharding), context.mask
+    q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
+    mask = context.mask
     if context.dropout is not None:
         site = Site.ATTENTION if encoder_states is None else Site.CROSS_ATTENTION
         mask = dataclasses.replace(mask, dropout=context.dropout.attention(site, q.shape[2]))
@@ -76,7 +78,8 @@ def attention(
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
         return linear(mixed, weights, "bthe,dhe->btd")
 
-    return map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size), kv_cache
+    output = map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size)
+    return name_activation(output, "o"), kv_cache
 
 
 def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
@@ -126,6 +129,11 @@ def _project_heads(
     if name == "v" or cos_sin is None:
         return heads
     return apply_rotary(heads, *cos_sin, is_interleaved=arch_config.rotary_pairs == "interleaved")
+
+
+def _name_kernel_inputs(q: Array, kv: KV) -> tuple[Array, KV]:
+    """Name queries, keys and values, so that a rematerialization policy can save them."""
+    return name_activation(q, "q"), KV(name_activation(kv.keys, "k"), name_activation(kv.values, "v"))
 
 
 def _repeat_kv(q: Array, kv: KV, sharding: ShardingContext) -> KV:

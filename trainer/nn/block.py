@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention import attention
 from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, KVCache
 from trainer.nn.context import LayerContext
@@ -93,7 +94,8 @@ def _feed_forward(x: Array, weights: Mapping[str, Any], context: LayerContext) -
         run_mlp = moe_mlp if arch_config.experts_per_token else mlp
         return run_mlp(x, weights["mlp"], arch_config=arch_config, sharding=sharding)
 
-    return map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size)
+    output = map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size)
+    return name_activation(output, "mlp_output")
 
 
 def shard_residual(x: Array, sharding: ShardingContext) -> Array:

@@ -1,4 +1,4 @@
-"""Stacks of layers: their weights, the scan over layers, and rematerialization.
+"""Stacks of layers: their weights, and the scan over layers.
 
 Axes: B rows of the batch, T tokens, D model width.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn.attention_mask import KVCache
 from trainer.nn.dropout import Dropout
-from trainer.nn.model_spec import REMAT_NONE, ForwardConfig, ModelSpec, unscannable_error
+from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
+from trainer.nn.remat import with_remat
 
 # entries in a layer's weights that are not parameters
 LAYER_SCORE_SCALE, LAYER_DROPOUT_KEYS = "layer_score_scale", "layer_dropout_keys"
@@ -80,12 +80,12 @@ def run_layers(
     period, num_scanned = window_period(windows), 0
     if not isinstance(weights, list):
         layer_fns = [
-            _with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
+            with_remat(partial(run_layer, window), forward_config, in_loop=True) for window in windows[:period]
         ]
         if (num_periods := len(windows) // period) > 1:
             carry, num_scanned = _scan_layers(carry, weights, layer_fns, num_periods), num_periods * period
         weights = [_take_layer(weights, index) for index in range(num_scanned, len(windows))]
-    layer_fn_by_window = {window: _with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
+    layer_fn_by_window = {window: with_remat(partial(run_layer, window), forward_config) for window in {*windows}}
     for window, layer in zip(windows[num_scanned:], weights):
         carry = layer_fn_by_window[window](carry, layer)
     return carry
@@ -112,17 +112,3 @@ def _scan_layers(
     scanned = num_periods * period
     periods = jax.tree.map(lambda leaf: leaf[:scanned].reshape(num_periods, period, *leaf.shape[1:]), stacked)
     return lax.scan(lambda carry, weights: run_period(carry, weights, 0), carry, periods)[0]
-
-
-def _with_remat(
-    layer: Callable[[LayerCarry, Tree], LayerCarry], forward_config: ForwardConfig, in_loop: bool = False
-) -> Callable[..., Any]:
-    """Apply the rematerialization policy to a layer.
-
-    Outside a loop, common subexpression elimination has to be prevented: the compiler would otherwise merge the
-    recomputation with the forward pass and save all activations.
-    """
-    if forward_config.remat_policy == REMAT_NONE:
-        return layer
-    policy = getattr(jax.checkpoint_policies, forward_config.remat_policy)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

@@ -10,6 +10,7 @@ from jax import Array, nn
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.linear import linear
 
 _TANH_GELU = partial(nn.gelu, approximate=True)
@@ -34,5 +35,7 @@ def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding:
 def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
     """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
     activate = ACTIVATION_FUNCTIONS[arch_config.activation]
-    up = linear(x, weights["up"])
-    return activate(linear(x, weights["gate"])) * up if arch_config.has_gated_mlp else activate(up)
+    up = name_activation(linear(x, weights["up"]), "mlp_hidden")
+    if not arch_config.has_gated_mlp:
+        return activate(up)
+    return activate(name_activation(linear(x, weights["gate"]), "mlp_hidden")) * up

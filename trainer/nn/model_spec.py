@@ -7,22 +7,12 @@ from dataclasses import dataclass, field
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.models.attention_needs import Feature
+from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.errors import PrepError, usage_error
-from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
+from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
 from trainer.nn.kernels.options import AttentionOptions
-
-REMAT_NONE = "none"
-REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
-    "nothing_saveable",
-    "everything_saveable",
-    "dots_saveable",
-    "checkpoint_dots",
-    "dots_with_no_batch_dims_saveable",
-    "checkpoint_dots_with_no_batch_dims",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +46,31 @@ class ForwardConfig:
     Attributes:
         dtype: Dtype of the computation.
         scan_layers: Compile one layer and scan it over all layers.
-        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
+        remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all
+            activations, or names of activations. The input of each layer is always saved.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+        offload: "residuals" to save the inputs of layers in host memory, or "none".
 
     Raises:
-        UsageError: `remat_policy` is unknown, or does not go with the attention kernel.
+        UsageError: `remat_policy` is unknown, or another option conflicts with it.
     """
 
     dtype: str = "float32"
     scan_layers: bool = True
-    remat_policy: str = REMAT_NONE
+    remat_policy: RematPolicy = REMAT_NONE
     head_chunk_size: int = 512
     sharding: ShardingContext = field(default_factory=ShardingContext)
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
     ffn_chunk_size: int = -1
+    offload: str = OFFLOAD_NONE
 
     def __post_init__(self) -> None:
-        """Check the rematerialization policy, alone and with the attention kernel."""
-        if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
-            supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
-            what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
-            raise usage_error(what, f"supported: {supported}", '`model.remat_policy = "none"`')
-        spec = self.attention_options.spec
-        if Feature.SAVED_SCORES not in spec.features and self.remat_policy in SAVES_SCORES:
-            what = f"`model.remat_policy = {self.remat_policy}` does not go with {spec.name} attention"
-            why = "the policy saves the scores of all tiles"
-            raise usage_error(what, why, '`model.remat_policy = "nothing_saveable"`')
+        """Check the rematerialization policy, alone and with the other options."""
+        check_remat(self.remat_policy, self.offload, ffn_chunk_size=self.ffn_chunk_size)
+        check_saved_scores(self.remat_policy, self.attention_options.kernel)
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_estimate import layer_stacks
-from trainer.models.memory_inputs import FLOAT32, SAVES_ALL, MemoryInputs
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
+from trainer.models.remat import SAVES_ALL
 from trainer.planning.step_flops import row_length
 
 WEIGHT_GATHERS = 2  # forward and backward pass

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.errors import PrepError
-from trainer.models.memory_inputs import SAVES_ALL
 from trainer.models.mesh import parse_mesh
+from trainer.models.remat import SAVES_ALL
 from trainer.models.rules import Rules
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel

@@ -18,8 +18,9 @@ from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_estimate import layer_stacks
-from trainer.models.memory_inputs import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, MemoryInputs
+from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.param_tree import ParamLeaf
+from trainer.models.remat import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, saved_activations
 
 TRAINING_PASSES = 3  # a forward pass, and a backward pass of twice its operations
 HEAD = "head.weight"
@@ -143,5 +144,6 @@ def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
     is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length
     recomputed = 0 if saves_projections and not is_chunked else stack.projections
-    recomputed += 0 if inputs.remat_policy in SAVES_ALL + SAVES_DOTS else attention
+    is_saved = "attention_output" in saved_activations(inputs.remat_policy, has_experts=False)
+    recomputed += 0 if is_saved or inputs.remat_policy in SAVES_ALL else attention
     return recomputed + (attention // 2 if inputs.attention_tile else 0)

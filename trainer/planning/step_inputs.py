@@ -68,6 +68,7 @@ def step_inputs(
         source_length=recipe.data.source_length or 0,
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
+        offload=recipe.model.offload,
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=_score_tile(recipe, model, mesh, rules),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from trainer.models import mesh
-from trainer.models.attention_kernels import AUTO, find_kernel
-from trainer.models.attention_needs import Feature
+from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import PrepError
-from trainer.models.memory_inputs import SAVES_SCORES
+from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.recipe.formatting import example_value, format_value
@@ -82,12 +82,11 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
-    policy, kernel = recipe.model.remat_policy, recipe.model.attention_kernel
-    saves_tiles = kernel != AUTO and Feature.SAVED_SCORES not in find_kernel(kernel).features
-    if saves_tiles and policy in SAVES_SCORES:
-        what = f"`model.remat_policy` is {format_value(policy)}, and `model.attention_kernel` {format_value(kernel)}"
-        hint = '`model.remat_policy = "nothing_saveable"`'
-        yield Problem(("model.remat_policy",), what, "the policy saves the scores of all tiles", hint)
+    model = recipe.model
+    check_policy = partial(check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
+    check_kernel = partial(check_saved_scores, model.remat_policy, model.attention_kernel)
+    for check in (check_policy, check_kernel):
+        yield from _problem_if_raised(check, "model.remat_policy", "model.offload")
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -47,10 +47,11 @@ def correct_value(value: Any, key_schema: Mapping[str, Any]) -> str:
 
 
 def _candidate_values(value: Any) -> Iterator[Any]:
-    """Yield likely meanings of a value: text as a number, 20.0 as 20, bf16 as bfloat16, a list as `1,8,1`."""
+    """Yield likely meanings of a value: text as a number or list, 20.0 as 20, bf16 as bfloat16, a list as `1,8,1`."""
     if isinstance(value, str):
         yield value.lower()
         yield VALUE_BY_SYNONYM.get(value.lower())
+        yield [value]
         for text in (value.strip(), value.strip().lower()):
             parsed = _parse_toml_value(text)
             if not isinstance(parsed, str):

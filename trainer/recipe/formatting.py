@@ -82,6 +82,8 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         return f"{', '.join(first)} or {last}"
     if alternative["type"] == "array":
         items = alternative["items"]
+        if "enum" in items:
+            return f"a list of {_describe_alternative(items)}"
         return f"a list of {TYPE_NAMES[items.get('format', items['type'])].removeprefix('a ')}s"
     bounds = [f"{sign} {alternative[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in alternative]
     return " ".join([TYPE_NAMES[alternative.get("format", alternative["type"])], " and ".join(bounds)]).rstrip()

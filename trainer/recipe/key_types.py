@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from trainer.models.remat import ActivationName
+
 STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 PATH_PATTERN = r"^[^\x00]+$"
 PATH_SCHEMA = {"type": "string", "format": "path", "pattern": PATH_PATTERN}
@@ -33,6 +35,11 @@ RuleTexts = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+ActivationNames = Annotated[
+    tuple[ActivationName, ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 
 

@@ -215,14 +215,22 @@ def _invalid_value(key: str, raw: RawRecipe) -> Diagnostic:
         return raw.diagnostic(key, what, "it takes a table", f"`[{key}]`, and its keys below")
     key_schema = KEY_SCHEMAS[key]
     value = raw.get(key) if raw.has(key) else raw.path.stem  # of all defaults only the name can be invalid
-    choices = [str(choice) for alternative in alternatives(key_schema) for choice in alternative.get("enum", ())]
     corrected = correct_value(value, key_schema)
-    similar_choice = suggest(value, choices) if isinstance(value, str) and not corrected else ""
+    similar_choice = "" if corrected else _similar_choice(value, key_schema)
     if similar_choice:
         hint = f"did you mean `{similar_choice}`?"
     else:
         hint = raw.set_hint(key, corrected or example_value(key_schema))
     return raw.diagnostic(key, f"`{key}` is {format_value(value)}", _describe_key(key), hint)
+
+
+def _similar_choice(value: Any, key_schema: Mapping[str, Any]) -> str:
+    """Return the choice of a key, or of its lists, that is similar to an invalid text; empty if there is none."""
+    is_list = isinstance(value, list)
+    schemas = [alternative.get("items", {}) if is_list else alternative for alternative in alternatives(key_schema)]
+    choices = [str(choice) for schema in schemas for choice in schema.get("enum", ())]
+    texts = [item for item in (value if is_list else [value]) if isinstance(item, str) and item not in choices]
+    return next(filter(None, (suggest(text, choices) for text in texts)), "")
 
 
 def _describe_key(key: str) -> str:

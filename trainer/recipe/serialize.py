@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from trainer.recipe.corrections import is_accepted
 from trainer.recipe.formatting import to_toml
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
@@ -28,9 +30,11 @@ def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
             yield from ("", f"[{table}]")
             current_table = table
         value = value_of(recipe, key)
-        line = f"# {name}: {KEY_SCHEMAS[key]['absent']}" if value is None else f"{name} = {_value_text(value)}"
+        line = f"# {name}: {KEY_SCHEMAS[key]['absent']}" if value is None else f"{name} = {_value_text(key, value)}"
         yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line
 
 
-def _value_text(value: object) -> str:
-    return to_toml(value[0]) if isinstance(value, tuple) and len(value) == 1 else to_toml(value)
+def _value_text(key: str, value: Any) -> str:
+    """Return a value as TOML; a list of one text becomes the text if the key accepts it."""
+    is_one_text = isinstance(value, tuple) and len(value) == 1 and is_accepted(value[0], KEY_SCHEMAS[key])
+    return to_toml(value[0] if is_one_text else value)

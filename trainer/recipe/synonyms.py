@@ -31,6 +31,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",
         "activation_checkpoint.mode", "remat", "remat_block", "remat_attention", "checkpoint_policy",
     ),
+    "model.offload": (
+        "enable_activation_offloading", "activation_offloading", "activation_offload", "decoder_layer_input",
+    ),
     "model.head_chunk_size": ("loss_chunk_size", "scan_loss_chunk_size"),
     "model.ffn_chunk_size": ("scan_mlp_chunk_size", "mlp_chunk_size"),
     "model.attention_kernel": ("attn_implementation", "attention_type", "flash_attention_block_size"),

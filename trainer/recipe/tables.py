@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from trainer.models.remat import Offload, PolicyName
 from trainer.models.rope_overrides import RopeOverrides
 from trainer.recipe.key_types import (
     STRICT,
+    ActivationNames,
     DropoutRates,
     NonNegativeFloat,
     NonNegativeInt,
@@ -45,19 +47,16 @@ class Model(BaseModel):
     scan_layers: bool = Field(
         default=True, description="compile one layer and loop over it; false: unroll all layers", examples=[True]
     )
-    remat_policy: Literal[
-        "none",
-        "nothing_saveable",
-        "everything_saveable",
-        "dots_saveable",
-        "checkpoint_dots",
-        "dots_with_no_batch_dims_saveable",
-        "checkpoint_dots_with_no_batch_dims",
-    ] = Field(
+    remat_policy: PolicyName | ActivationNames = Field(
         default="none",
-        description="activations that a layer saves for its backward pass, a name of `jax.checkpoint_policies`; "
-        "none: all",
+        description="activations that a layer saves for its backward pass besides its input: a name of "
+        "`jax.checkpoint_policies`, or a list of activations; none: all",
         examples=["nothing_saveable"],
+    )
+    offload: Offload = Field(
+        default="none",
+        description="residuals: save the inputs of layers in pinned host memory instead of device memory",
+        examples=["residuals"],
     )
     head_chunk_size: PositiveInt | Literal[-1] = Field(
         default=512, description="tokens per row whose logits and loss are computed at a time; -1: all", examples=[512]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.remat import OFFLOAD_NONE
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
 
@@ -17,6 +18,12 @@ def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if the batch of a recipe does not divide among the devices."""
     assert sharding.mesh is not None
     batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+
+
+def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if `model.offload` is set and the devices have no host memory to move arrays to."""
+    if recipe.model.offload != OFFLOAD_NONE:
+        sharding.check_host_memory()
 
 
 def check_inputs(recipe: Recipe) -> None:

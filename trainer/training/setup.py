@@ -17,6 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.dropout_config import DropoutConfig, resolve_dropout
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.registry import family_of
+from trainer.models.remat import saved_activations
 from trainer.models.rope_overrides import override_rope
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules
@@ -41,6 +42,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "model.path",
         "model.scan_layers",
         "model.remat_policy",
+        "model.offload",
         "model.head_chunk_size",
         "model.ffn_chunk_size",
         "model.attention_kernel",
@@ -104,13 +106,18 @@ def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, An
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:
-    """Check the model against the recipe: scanned layers must be stacked, the mesh must divide all parameters.
+    """Check the model against the recipe: layers to scan, activations to save, and the mesh.
 
     Raises:
-        UsageError: `scan_layers` is set but the layers are not stacked, or the mesh does not divide a parameter.
+        UsageError: `scan_layers` is set but the layers are not stacked, the mesh does not divide a parameter, or
+            `remat_policy` names the hidden units of experts.
     """
     if recipe.model.scan_layers and not model.has_stacked_layers:
         raise unscannable_error()
+    saved = saved_activations(recipe.model.remat_policy, has_experts=True)
+    if model.arch_config.experts_per_token and "mlp_hidden" in saved:
+        why = f"the experts of {model.family.name} compute their hidden units again"
+        raise usage_error("`model.remat_policy` has mlp_hidden", why, "remove it from the list")
     check_mesh_divides(model, sharding)
 
 
@@ -314,6 +321,7 @@ def build_job(
         dtype=recipe.model.dtype,
         scan_layers=recipe.model.scan_layers,
         remat_policy=recipe.model.remat_policy,
+        offload=recipe.model.offload,
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         sharding=sharding,

@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.attention_needs import Feature, model_features, run_features
-from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.registry import family_of
+from trainer.models.remat import SAVES_SCORES
 from trainer.nn.model_spec import ModelSpec, build_model
 
 

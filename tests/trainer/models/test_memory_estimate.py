@@ -13,6 +13,7 @@ from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import param_leaves
 from trainer.models.registry import FAMILIES
+from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 from trainer.models.rules import DEFAULT_RULES
 
 MIB = 1 << 20
@@ -130,6 +131,51 @@ def test_blockwise_attention_grows_linearly_like_xla_plan(length: int, ffn_chunk
     assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
 
 
+ATTENTION = ("q", "k", "v", "attention_output")
+TWO_BLOCKS = ("o", "mlp_hidden")
+THIN_HEAD = DEEP | {"vocab_size": 1024}  # layers need more than the head
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "mesh", "rows", "length", "names", "temp_mib"),
+    [
+        ("llama", DEEP, "", 1, 4096, ATTENTION[:3], 687),
+        ("llama", DEEP, "", 1, 4096, ATTENTION, 760),
+        ("llama", DEEP, "", 1, 4096, TWO_BLOCKS, 813),
+        ("gpt_neox", NEOX, "", 1, 2048, ("attention_output", "mlp_hidden"), 352),
+        ("llama", THIN_HEAD, "1,2,4", 2, 2048, ATTENTION, 104),
+        ("llama", THIN_HEAD, "1,2,4", 2, 2048, ("o",), 80),
+        ("llama", THIN_HEAD, "1,2,4", 2, 2048, ("mlp_hidden",), 111),
+    ],
+)
+def test_named_activations_need_memory_like_xla_plan(
+    family: str, config: Mapping[str, Any], mesh: str, rows: int, length: int, names: tuple[str, ...], temp_mib: int
+):
+    options = {"micro_batch_size": rows, "seq_length": length, "remat_policy": names, "attention_tile": (512, 512)}
+    memory = estimate(family, config, mesh, **options)
+    assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "name", "num_arrays"),
+    [("llama", DEEP, "o", 8), ("llama", DEEP, "mlp_output", 0), ("gpt_neox", NEOX, "o", 0), ("gemma2", {}, "o", 26)],
+)
+def test_outputs_of_blocks_are_saved_for_norms(family: str, config: Mapping[str, Any], name: str, num_arrays: int):
+    plain, named = (
+        make_inputs(family, config, seq_length=64, remat_policy=policy) for policy in ("nothing_saveable", (name,))
+    )
+    difference = estimate_memory(named).saved - estimate_memory(plain).saved
+    assert difference == num_arrays * 64 * plain.embed_size * 4
+
+
+def test_offload_moves_inputs_of_layers_out_of_the_peak():
+    options: dict[str, Any] = {"seq_length": 4096, "attention_tile": (512, 512), "remat_policy": ATTENTION}
+    kept, offloaded = (estimate("llama", DEEP, **options, offload=place) for place in ("none", "residuals"))
+    inputs_nbytes = 8 * 4096 * 512 * 4
+    assert (kept.offloaded, offloaded.offloaded) == (0, inputs_nbytes)
+    assert kept.peak - offloaded.peak == inputs_nbytes
+
+
 def test_experts_need_rows_of_one_chunk_and_save_nothing():
     """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
     options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}
@@ -202,10 +248,12 @@ def test_every_family_has_an_estimate(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "remat_policy", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+    "remat_policy", ["none", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", ACTIVATION_NAMES]
 )
 @pytest.mark.parametrize(("family_name", "config"), [("llama", SMALL), ("gpt_neox", NEOX), ("mixtral", MIXTRAL)])
-def test_activations_are_close_to_current_xla_plan(family_name: str, config: Mapping[str, Any], remat_policy: str):
+def test_activations_are_close_to_current_xla_plan(
+    family_name: str, config: Mapping[str, Any], remat_policy: RematPolicy
+):
     """The margin is wide, because XLA fuses less with the flags of the test suite."""
     from bench.compiled_memory import compile_step
     from trainer.nn.model_spec import ForwardConfig, build_model

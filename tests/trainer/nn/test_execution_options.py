@@ -19,6 +19,7 @@ from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN
 from trainer.models.attention_kernels import AUTO, KERNEL_NAMES
 from trainer.models.errors import PrepError
+from trainer.models.remat import ACTIVATION_NAMES
 from trainer.nn.kernels import KERNELS
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.model_spec import ForwardConfig
@@ -36,13 +37,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "remat_policy": "dots_with_no_batch_dims_saveable",
         "scan_layers": False,
     },
+    "named activations": {"remat_policy": ACTIVATION_NAMES},
+    "offload": {
+        "attention_options": AttentionOptions("blockwise", 16, 8),
+        "remat_policy": ("q", "k", "v", "attention_output"),
+        "offload": "residuals",
+    },
 }
 FAMILY_CASES = [
     *(("llama-biases", name) for name in OPTIONS),
     *((family, "all chunked") for family in ("gpt_neo", "gemma2", "mixtral", "t5")),
+    *((family, "named activations") for family in ("gemma2", "t5")),
 ]
 FAST_CASES = [
-    *(("llama-biases", "uneven tiles"), ("llama-biases", "MLP chunks")),
+    *(("llama-biases", name) for name in ("uneven tiles", "MLP chunks", "named activations", "offload")),
     *(("mixtral", "all chunked"), ("t5", "all chunked")),
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from prepcli.testing.tiny_transformers import relative_error
+from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_SOFTCAP
 from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums, project_logits
@@ -171,16 +170,6 @@ def test_gradient_scales_with_cotangent():
     _, gradients = compiled_sums_and_gradients(hidden, weight, targets, token_weights, head)
     scaled = jax.grad(lambda w: loss_sums(hidden, w, targets, token_weights, head).loss * -2.5)(weight)
     np.testing.assert_allclose(scaled, -2.5 * gradients[1], rtol=1e-5, atol=1e-5)
-
-
-def walk_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield all equations of a jaxpr and of the jaxprs in their parameters."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from walk_equations(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
 
 
 @pytest.mark.parametrize(("chunk_size", "holds_all"), [(4, False), (10, False), (-1, True), (32, True)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.recipe.test_errors import GOOD, error_of
-from trainer.models.memory_inputs import SAVES_SCORES
+from trainer.models.remat import SAVES_SCORES
 from trainer.recipe import load_recipe
 
 BLOCKWISE = GOOD.replace("[data]", 'attention_kernel = "blockwise"\nremat_policy = "{}"\n[data]')
@@ -29,6 +29,36 @@ def test_policy_that_saves_scores_is_rejected_with_blockwise(policy: str):
 def test_policy_that_saves_scores_is_accepted_with_reference():
     Path("x.toml").write_text(BLOCKWISE.format("dots_saveable").replace('"blockwise"', '"reference"'))
     assert load_recipe(Path("x.toml"), ()).recipe.model.remat_policy == "dots_saveable"
+
+
+REMAT_ERRORS = {
+    "misspelled activation": (
+        'remat_policy = ["q", "attention_ouput"]',
+        '`model.remat_policy` is ["q", "attention_ouput"] - it takes "none", ',
+        "did you mean `attention_output`?",
+    ),
+    "activation without a list": ('remat_policy = "attention_output"', "", '`remat_policy = ["attention_output"]`'),
+    "misspelled policy": ('remat_policy = "nothing_savable"', "", "did you mean `nothing_saveable`?"),
+    "empty list": ("remat_policy = []", "`model.remat_policy` is [] - ", '`remat_policy = "nothing_saveable"`'),
+    "hidden units in chunks": (
+        'remat_policy = ["mlp_hidden"]\nffn_chunk_size = 8',
+        '`model.remat_policy` is ["mlp_hidden"], and `model.ffn_chunk_size` 8 - ',
+        "`model.ffn_chunk_size = -1`",
+    ),
+    "offload without a policy": (
+        'offload = "residuals"',
+        '`model.offload` is "residuals", and `model.remat_policy` "none" - ',
+        '`model.remat_policy = "nothing_saveable"`',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMAT_ERRORS)
+def test_invalid_remat_policy_is_rejected_with_its_line(name: str):
+    lines, start, hint = REMAT_ERRORS[name]
+    message = str(error_of(GOOD.replace("[data]", f"{lines}\n[data]")))
+    assert message.startswith(f"x.toml:4: {start}")
+    assert message.endswith(f" - {hint}")
 
 
 def with_rope(*lines: str) -> str:

@@ -187,6 +187,8 @@ def values_of_type(alternative: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     """Generate values of one accepted type."""
     if "const" in alternative or "enum" in alternative:
         return st.sampled_from(alternative.get("enum") or [alternative["const"]])
+    if "enum" in alternative.get("items", {}):
+        return st.lists(st.sampled_from(alternative["items"]["enum"]), min_size=1)
     low = alternative.get("minimum", alternative.get("exclusiveMinimum", 0))
     high = alternative.get("maximum", alternative.get("exclusiveMaximum"))
     if alternative["type"] == "integer":
@@ -208,7 +210,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
     excluded |= {"data.source_length", "data.source_prefix"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
-    excluded |= {draw(st.sampled_from(["model.remat_policy", "model.attention_kernel"]))}
+    policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
+    excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
     optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]

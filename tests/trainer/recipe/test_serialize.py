@@ -17,7 +17,7 @@ DIGESTS = {  # SHA-256 of the complete recipes
 }
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
-    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio"),
+    *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
 )
 ADDED_TABLES = ("loss",)
 STORED = """\
@@ -31,6 +31,7 @@ path = "flan-t5-base-init"
 dtype = "float32"                               # default
 scan_layers = true                              # default
 remat_policy = "nothing_saveable"
+offload = "none"                                # default
 head_chunk_size = 512                           # default
 ffn_chunk_size = -1                             # default
 attention_kernel = "auto"                       # default
@@ -132,6 +133,15 @@ def test_complete_recipe_keeps_a_rope_scaling(tmp_path: Path):
         "factor": 4,
     }
     assert (again.model.rope_theta, again.model.max_position_embeddings) == (5e5, 4096)
+
+
+@pytest.mark.parametrize("names", [("attention_output",), ("q", "attention_output")])
+def test_complete_recipe_keeps_names_of_activations(tmp_path: Path, names: tuple[str, ...]):
+    overrides = (f"model.remat_policy={list(names)}", "model.offload=residuals")
+    loaded = load_recipe(RECIPES / "llama-7b.toml", overrides)
+    (tmp_path / "recipe.toml").write_text(recipe_to_toml(loaded.recipe, loaded.origins))
+    model = load_recipe(tmp_path / "recipe.toml").recipe.model
+    assert (model.remat_policy, model.offload) == (names, "residuals")
 
 
 @pytest.mark.parametrize("rules", [(), ("embed=none",), ("embed=fsdp+sp", "kv_heads=mp|none")])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.helpers.runs import make_job, make_setup
-from trainer.distributed.sharding import sharding_without_devices
-from trainer.models.errors import PrepError
+from trainer.distributed.sharding import ShardingContext, sharding_without_devices
+from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 from trainer.recipe import Recipe, load_recipe
-from trainer.training.preflight import check_batch, check_inputs, run_warnings
+from trainer.training.preflight import check_batch, check_devices, check_inputs, run_warnings
 
 SHARDING = sharding_without_devices(parse_mesh("1,2,4"))
 RECIPE = """\
@@ -81,6 +84,40 @@ def test_check_batch_rejects_indivisible_batch(override: str, what: str):
 def test_check_batch_follows_activation_rules():
     whole_batch = sharding_without_devices(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
     check_batch(load_test_recipe("batch.size=7"), whole_batch)
+
+
+@dataclass
+class Device:
+    """A device with memories of some kinds."""
+
+    platform: str
+    kinds: tuple[str, ...]
+
+    def addressable_memories(self) -> list[Any]:
+        return [SimpleNamespace(kind=kind) for kind in self.kinds]
+
+
+def sharding_on(device: Device) -> ShardingContext:
+    """Return a sharding context on a device of another kind than this machine's."""
+    device_mesh: Any = SimpleNamespace(local_devices=[device])
+    return ShardingContext(mesh=parse_mesh("1,1,1"), device_mesh=device_mesh)
+
+
+@pytest.mark.parametrize("device", [Device("cpu", ("device", "pinned_host")), Device("gpu", ("device",))])
+def test_check_devices_rejects_offload_without_host_memory(device: Device):
+    recipe = load_test_recipe("model.remat_policy=nothing_saveable", "model.offload=residuals")
+    with pytest.raises(PrepError) as caught:
+        check_devices(recipe, sharding_on(device))
+    assert caught.value.code == USAGE
+    assert str(caught.value) == (
+        f"`model.offload` is not supported on {device.platform} devices - "
+        "they have no host memory beside their own - `--set model.offload=none`"
+    )
+
+
+def test_check_devices_accepts_offload_with_host_memory():
+    recipe = load_test_recipe("model.remat_policy=nothing_saveable", "model.offload=residuals")
+    check_devices(recipe, sharding_on(Device("tpu", ("device", "pinned_host"))))
 
 
 @pytest.mark.parametrize(

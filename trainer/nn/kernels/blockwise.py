@@ -27,6 +27,7 @@ from jax import Array, lax
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
 from trainer.models.chunk_sizes import chunk_length
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.kernels.options import AttentionOptions
@@ -201,7 +202,8 @@ def _forward(
         return None, (output, state.maximum + jnp.log(normalizer))
 
     _, (output_tiles, log_normalizer) = lax.scan(run_q_tile, None, q_tiles)
-    output = join_chunks(output_tiles)
+    output = name_activation(join_chunks(output_tiles), "attention_output")
+    log_normalizer = name_activation(log_normalizer, "attention_output")
     return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, nn
 
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 
@@ -50,4 +51,5 @@ def reference_attention(
     if visible is not None and mask.kv_valid is not None and mask.window != FULL_ATTENTION:
         probabilities = jnp.where(visible, probabilities, 0)  # a window may have no valid key; blockwise returns 0 then
     probabilities = mask.drop(probabilities).astype(v.dtype)
-    return jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
+    output = jnp.einsum("bkgts,bske->btkge", probabilities, v).reshape(b, t, num_heads, head_dim)
+    return name_activation(output, "attention_output")

@@ -1,0 +1,22 @@
+"""Names of activations, by which rematerialization policies save them (`jax.ad_checkpoint.checkpoint_name`).
+
+In the forward pass of a `jax.custom_vjp` a name saves an array only if the backward pass reads it. Blockwise attention
+therefore names its output and its normalizers there. An MLP in chunks of tokens computes hidden units again, whatever
+the policy.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from trainer.models.remat import ActivationName
+
+LAYER_INPUT = "layer_input"  # the residual stream before a layer; every policy saves it
+
+
+def name_activation(x: Array, name: ActivationName | Literal["layer_input"]) -> Array:
+    """Name an activation; nothing else changes."""
+    return checkpoint_name(x, name)
