@@ -96,6 +96,11 @@ class ShardingContext:
         """Number of shards of a batch along its rows."""
         return 1 if self.mesh is None else self.mesh.size("dp") * self.mesh.size("fsdp")
 
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of shards of a sequence along its tokens."""
+        return 1 if self.mesh is None else self.mesh.size("sp")
+
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""
         if self.mesh is None:
