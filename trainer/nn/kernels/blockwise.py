@@ -10,6 +10,7 @@ N tiles of queries or keys, t queries and s keys of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.score_bias import ScoreBias
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
+from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
 FAR = 1 << 30  # beyond all positions
@@ -32,8 +33,12 @@ Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments 
 
 
 @dataclass(frozen=True, slots=True)
-class _TileConfig:
-    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys."""
+class TileConfig:
+    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys.
+
+    With `is_partial` the keys are a part of the visible ones: outputs and gradients are float32, to be added to those
+    of the other keys.
+    """
 
     q_size: int
     kv_size: int
@@ -43,9 +48,10 @@ class _TileConfig:
     is_causal: bool
     bias_config: RelativePositionBias | None
     sharding: ShardingContext
+    is_partial: bool = False
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
     """Positions and segments of queries or keys, and which keys are valid: [B or 1, T or S] each, or None."""
 
     positions: Array | None = None
@@ -53,12 +59,15 @@ class _Labels(NamedTuple):
     valid: Array | None = None
 
 
-class _Constants(NamedTuple):
-    """The inputs without a gradient."""
+class Constants(NamedTuple):
+    """The inputs without a gradient: the labels, and the factor of the layer's scores."""
 
-    q_labels: _Labels
-    kv_labels: _Labels
+    q_labels: Labels
+    kv_labels: Labels
     score_scale: Array  # float32 []
+
+
+TileFunction = Callable[[Array, Array, Array, "Array | None", Constants], Array]
 
 
 class _SoftmaxState(NamedTuple):
@@ -75,17 +84,17 @@ class _SoftmaxState(NamedTuple):
     normalizer: Array
 
 
-class _Saved(NamedTuple):
+class Residuals(NamedTuple):
     """Residuals of the forward pass: q and output [B, T, K, G, E], k and v [B, S, K, E], both padded to whole tiles.
 
-    `log_normalizer` [N, B, K, G, t] is the log-sum-exp of the scores.
+    `log_normalizer` [B, T, K, G] is the log-sum-exp of the scores over all keys.
     """
 
     q: Array
     k: Array
     v: Array
     bias_table: Array | None
-    constants: _Constants
+    constants: Constants
     output: Array
     log_normalizer: Array
 
@@ -105,11 +114,20 @@ def blockwise_attention(
     Returns:
         [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
     """
-    b, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = kv.keys.shape[1:3]
-    config = _TileConfig(
-        q_size=chunk_length(options.q_chunk_size, num_queries),
-        kv_size=chunk_length(options.k_chunk_size, num_keys),
+    config = tile_config(
+        arch_config,
+        mask,
+        q_size=chunk_length(options.q_chunk_size, q.shape[1]),
+        kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1]),
+    )
+    return attend_in_tiles(partial(_attend, config), q, kv, mask, config)
+
+
+def tile_config(arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int) -> TileConfig:
+    """Return the static settings of a call with tiles of these sizes."""
+    return TileConfig(
+        q_size=q_size,
+        kv_size=kv_size,
         scale=arch_config.attn_scale,
         softcap=arch_config.attn_logit_softcap,
         window=mask.window,
@@ -117,78 +135,95 @@ def blockwise_attention(
         bias_config=None if mask.bias is None else mask.bias.config,
         sharding=ShardingContext() if mask.bias is None else mask.bias.sharding,
     )
-    q_padding, kv_padding = -num_queries % config.q_size, -num_keys % config.kv_size
+
+
+def attend_in_tiles(
+    attend: TileFunction, q: Array, kv: KV, mask: AttentionMask, config: TileConfig, *, num_shards: int = 1
+) -> Array:
+    """Pad queries and keys to whole tiles, attend, and remove the padding.
+
+    Args:
+        attend: Computes (q [B, T, K, G, E], k, v, bias table, constants) -> output like q.
+        q: Queries [B, T, H, E].
+        kv: Keys and values [B, S, K, E].
+        mask: Visible keys, score bias and the layer's score scale.
+        config: Sizes of tiles.
+        num_shards: Number of shards of T and S on the mesh; each is padded.
+
+    Returns:
+        [B, T, H, E].
+    """
+    b, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = kv.keys.shape[1:3]
+    q_padding, kv_padding = -(num_queries // num_shards) % config.q_size, -(num_keys // num_shards) % config.kv_size
+    pad_q, pad_kv = (partial(pad_tokens, count=count, num_shards=num_shards) for count in (q_padding, kv_padding))
     valid = jnp.ones((1, num_keys), bool) if mask.kv_valid is None else mask.kv_valid
-    constants = _Constants(
-        _pad_labels(_Labels(mask.q_positions, mask.q_segment_ids), q_padding, Q_PADDING),
-        _pad_labels(_Labels(mask.kv_positions, mask.kv_segment_ids, valid), kv_padding, KV_PADDING),
+    constants = Constants(
+        _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING),
+        _pad_labels(Labels(mask.kv_positions, mask.kv_segment_ids, valid), pad_kv, KV_PADDING),
         jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
     )
     grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = _attend(
-        config,
-        pad_tokens(grouped_q, q_padding),
-        pad_tokens(kv.keys, kv_padding),
-        pad_tokens(kv.values, kv_padding),
-        None if mask.bias is None else mask.bias.table,
-        constants,
-    )
-    return output[:, :num_queries].reshape(b, num_queries, num_heads, head_dim)
+    bias_table = None if mask.bias is None else mask.bias.table
+    output = attend(pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, constants)
+    return unpad_tokens(output, q_padding, num_shards=num_shards).reshape(q.shape)
 
 
-def _pad_labels(labels: _Labels, count: int, padding_id: int) -> _Labels:
+def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
     """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
-    return _Labels(
-        _pad_label(labels.positions, count, padding_id),
-        _pad_label(labels.segment_ids, count, padding_id),
-        _pad_label(labels.valid, count, False),
+    return Labels(
+        _pad_label(labels.positions, pad, padding_id),
+        _pad_label(labels.segment_ids, pad, padding_id),
+        _pad_label(labels.valid, pad, False),
     )
 
 
-def _pad_label(label: Array | None, count: int, fill: int | bool) -> Array | None:
+def _pad_label(label: Array | None, pad: Callable[..., Array], fill: int | bool) -> Array | None:
     """Return a label as [B or 1, T], with padding."""
-    return None if label is None else pad_tokens(label if label.ndim == 2 else label[None], count, fill)
+    return None if label is None else pad(label if label.ndim == 2 else label[None], fill=fill)
 
 
 def _attend_tiles(
-    config: _TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: _Constants
+    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
 ) -> Array:
     """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; T and S are multiples of the tile sizes."""
-    return _forward(config, q, k, v, bias_table, constants)[0]
+    return forward(config, q, k, v, bias_table, constants)[0]
 
 
-def _forward(
-    config: _TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: _Constants
-) -> tuple[Array, _Saved]:
+def forward(
+    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+) -> tuple[Array, Residuals]:
+    """Compute the output [B, T, K, G, E], and the residuals of the backward pass."""
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep them: [T, S] in memory.
     tiled_q, labels = lax.optimization_barrier((q, constants))
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = jax.tree.map(cut_q, (tiled_q, labels.q_labels))
     kv_tiles = jax.tree.map(cut_kv, (k, v, labels.kv_labels))
 
-    def run_q_tile(_: None, q_tile: tuple[Array, _Labels]) -> tuple[None, tuple[Array, Array]]:
+    def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
         queries, q_labels = q_tile
         b, t, num_kv_heads, group, head_dim = queries.shape
         maximum = jnp.full((b, num_kv_heads, group, t), LOWEST, jnp.float32)
         state = _SoftmaxState(jnp.zeros((*maximum.shape, head_dim), jnp.float32), maximum, jnp.zeros_like(maximum))
 
-        def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, _Labels]) -> tuple[_SoftmaxState, None]:
+        def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]) -> tuple[_SoftmaxState, None]:
             keys, values, kv_labels = kv_tile
 
             def update(state: _SoftmaxState) -> _SoftmaxState:
                 scores, _ = _masked_scores(config, queries, keys, bias_table, labels.score_scale, q_labels, kv_labels)
                 return _update_softmax(state, scores, values)
 
-            return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
+            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
 
         state, _ = lax.scan(run_kv_tile, state, kv_tiles)
         normalizer = jnp.where(state.normalizer == 0, 1.0, state.normalizer)
-        output = jnp.moveaxis(state.weighted_sum / normalizer[..., None], 3, 1).astype(v.dtype)
-        return None, (output, state.maximum + jnp.log(normalizer))
+        output = (state.weighted_sum / normalizer[..., None]).astype(jnp.float32 if config.is_partial else v.dtype)
+        log_normalizer = state.maximum + jnp.log(normalizer)
+        return None, (jnp.moveaxis(output, 3, 1), jnp.moveaxis(log_normalizer, 3, 1))
 
-    _, (output_tiles, log_normalizer) = lax.scan(run_q_tile, None, q_tiles)
-    output = join_chunks(output_tiles)
-    return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
+    _, tiles = lax.scan(run_q_tile, None, q_tiles)
+    output, log_normalizer = map(join_chunks, tiles)
+    return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
 
 
 def _update_softmax(state: _SoftmaxState, scores: Array, values: Array) -> _SoftmaxState:
@@ -212,17 +247,19 @@ class _Gradients(NamedTuple):
     bias_table: Array | None
 
 
-def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tuple[Any, ...]:
+def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+    """Compute the gradients of q, k, v and the bias table, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
-    q_tiles = (*jax.tree.map(cut_q, (saved.q, labels.q_labels, output_gradient, row_dots)), saved.log_normalizer)
+    q_tiles = jax.tree.map(cut_q, (saved.q, labels.q_labels, output_gradient, row_dots, saved.log_normalizer))
     kv_tiles = jax.tree.map(cut_kv, (saved.k, saved.v, labels.kv_labels))
     num_kv_tiles = len(kv_tiles[0])
+    dtype = jnp.float32 if config.is_partial else saved.q.dtype
 
     def run_q_tile(sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]) -> tuple[Any, Array]:
-        queries, q_labels, d_output, row_dot, log_normalizer = q_tile
-        row_dot = jnp.moveaxis(row_dot, 1, 3)[..., None]  # [B, K, G, t, 1]
+        queries, q_labels, d_output, *of_queries = q_tile
+        row_dot, log_normalizer = (jnp.moveaxis(array, 1, 3)[..., None] for array in of_queries)  # [B, K, G, t, 1]
 
         def run_kv_tile(index: Array, gradients: _Gradients) -> _Gradients:
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
@@ -231,7 +268,7 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
                 scores, d_scores_d_dots = _masked_scores(
                     config, queries, keys, saved.bias_table, labels.score_scale, q_labels, kv_labels
                 )
-                probabilities = jnp.exp(scores - log_normalizer[..., None])
+                probabilities = jnp.exp(scores - log_normalizer)
                 d_scores = probabilities * (_einsum("btkge,bske->bkgts", d_output, values) - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
                 d_values = _einsum("bkgts,btkge->bske", probabilities.astype(d_output.dtype), d_output)
@@ -242,32 +279,32 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
                     _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, q_labels, kv_labels),
                 )
 
-            return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
+            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
 
         initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
         gradients = lax.fori_loop(0, num_kv_tiles, run_kv_tile, initial)
-        return gradients[1:], gradients.q.astype(queries.dtype)
+        return gradients[1:], gradients.q.astype(dtype)
 
     zeros = jnp.zeros(kv_tiles[0].shape, jnp.float32)
     table_zeros = None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
     (k_tiles, v_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
-    d_table = None if saved.bias_table is None else d_table.astype(saved.bias_table.dtype)
-    dk, dv = join_chunks(k_tiles).astype(saved.k.dtype), join_chunks(v_tiles).astype(saved.v.dtype)
-    return join_chunks(dq_tiles), dk, dv, d_table, None
+    if saved.bias_table is not None and not config.is_partial:
+        d_table = d_table.astype(saved.bias_table.dtype)
+    return join_chunks(dq_tiles), join_chunks(k_tiles).astype(dtype), join_chunks(v_tiles).astype(dtype), d_table, None
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(forward, backward)
 
 
 def _masked_scores(
-    config: _TileConfig,
+    config: TileConfig,
     queries: Array,
     keys: Array,
     bias_table: Array | None,
     score_scale: Array,
-    q_labels: _Labels,
-    kv_labels: _Labels,
+    q_labels: Labels,
+    kv_labels: Labels,
 ) -> tuple[Array, Array]:
     """Compute the scores of a tile, float32 [B, K, G, t, s], and their derivative by the dot products of q and k.
 
@@ -287,7 +324,7 @@ def _masked_scores(
     return scores, derivative
 
 
-def _tile_mask(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> AttentionMask:
+def _tile_mask(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> AttentionMask:
     """Return the mask of a tile; its rule of visible keys is the one of whole sequences."""
     return AttentionMask(
         q_positions=q_labels.positions,
@@ -300,7 +337,7 @@ def _tile_mask(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> At
     )
 
 
-def _tile_bias(config: _TileConfig, bias_table: Array, q_labels: _Labels, kv_labels: _Labels) -> Array:
+def _tile_bias(config: TileConfig, bias_table: Array, q_labels: Labels, kv_labels: Labels) -> Array:
     """Compute the score bias of a tile [B or 1, H, t, s]."""
     assert config.bias_config is not None
     assert q_labels.positions is not None
@@ -311,11 +348,11 @@ def _tile_bias(config: _TileConfig, bias_table: Array, q_labels: _Labels, kv_lab
 
 def _add_bias_gradient(
     gradient: Array | None,
-    config: _TileConfig,
+    config: TileConfig,
     bias_table: Array | None,
     d_scores: Array,
-    q_labels: _Labels,
-    kv_labels: _Labels,
+    q_labels: Labels,
+    kv_labels: Labels,
 ) -> Array | None:
     """Add the gradient of a tile's scores [B, K, G, t, s] to the one of the bias table."""
     if bias_table is None or gradient is None:
@@ -328,8 +365,8 @@ def _add_bias_gradient(
     return gradient + pullback(d_bias)[0]
 
 
-def _has_visible(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> Array:
-    """Return whether a tile may have a visible key, bool []; false only if it has none."""
+def has_visible(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> Array:
+    """Return whether a tile or shard may have a visible key, bool []; false only if it has none."""
     assert kv_labels.valid is not None
     visible = kv_labels.valid.any()
     if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:
