@@ -6,6 +6,7 @@ Axes: B rows of the batch, T queries, S keys, H query heads, K key and value hea
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.nn.attention_mask import KV, CosSin, KVCache
 from trainer.nn.context import LayerContext
 from trainer.nn.kernels import KERNELS
+from trainer.nn.kernels.ring import ring_attention
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import apply_rotary
@@ -57,15 +59,22 @@ def attention(
         kv = encoder_states if isinstance(encoder_states, KV) else project_kv(encoder_states, weights, context)
     if kv_cache is not None:
         kv_cache, kv = kv_cache.append(kv, sharding)
-    kernel = KERNELS[context.attention_options.kernel]
-    kv = _repeat_kv(q, kv, sharding)
-    mixed = kernel(q, kv, context.arch_config, context.mask, context.attention_options)
+    mixed = _run_kernel(q, _repeat_kv(q, kv, sharding), context)
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
         return linear(mixed, weights, "bthe,dhe->btd")
 
-    return map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size), kv_cache
+    num_shards = sharding.sequence_parallel_size
+    return map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size, num_shards=num_shards), kv_cache
+
+
+def _run_kernel(q: Array, kv: KV, context: LayerContext) -> Array:
+    """Attend from queries [B, T, H, E] to keys and values [B, S, K, E]; in a ring if the mesh splits tokens."""
+    kernel, sharding = KERNELS[context.attention_options.kernel], context.sharding
+    if sharding.sequence_parallel_size > 1:
+        kernel = partial(ring_attention, sharding=sharding)
+    return kernel(q, kv, context.arch_config, context.mask, context.attention_options)
 
 
 def project_kv(x: Array, weights: Mapping[str, Any], context: LayerContext) -> KV:
@@ -96,7 +105,8 @@ def _project(
     cos_sin = context.mask.cos_sin  # of all rows together or of each row -> [1 or B, T, R / 2]
     if cos_sin is not None:
         cos_sin = tuple(table if table.ndim == 3 else table[None] for table in cos_sin)
-    return map_token_chunks(project_chunk, x, used, context.ffn_chunk_size, cos_sin)
+    num_shards = sharding.sequence_parallel_size
+    return map_token_chunks(project_chunk, x, used, context.ffn_chunk_size, cos_sin, num_shards=num_shards)
 
 
 def _project_heads(

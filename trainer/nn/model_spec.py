@@ -11,7 +11,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.memory_inputs import SAVES_SCORES
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
-from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.options import AttentionOptions, check_ring_kernel
 
 REMAT_NONE = "none"
 REMAT_POLICIES = (  # the entries of jax.checkpoint_policies that are policies; the rest are factories of policies
@@ -62,7 +62,7 @@ class ForwardConfig:
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
 
     Raises:
-        UsageError: `remat_policy` is unknown, or does not go with the attention kernel.
+        UsageError: `remat_policy` is unknown, or does not go with the attention kernel, or the kernel with the mesh.
     """
 
     dtype: str = "float32"
@@ -74,7 +74,7 @@ class ForwardConfig:
     ffn_chunk_size: int = -1
 
     def __post_init__(self) -> None:
-        """Check the rematerialization policy, alone and with the attention kernel."""
+        """Check the rematerialization policy, alone and with the attention kernel, and the kernel with the mesh."""
         if self.remat_policy not in (REMAT_NONE, *REMAT_POLICIES):
             supported = ", ".join((REMAT_NONE, *REMAT_POLICIES))
             what = f"unknown `model.remat_policy` {self.remat_policy!r:.60}"
@@ -83,6 +83,7 @@ class ForwardConfig:
             what = f"`model.remat_policy = {self.remat_policy}` does not go with blockwise attention"
             why = "the policy saves the scores of all tiles"
             raise usage_error(what, why, '`model.remat_policy = "nothing_saveable"`')
+        check_ring_kernel(self.attention_options.kernel, self.sharding)
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
