@@ -6,9 +6,8 @@ import numpy as np
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.chunk_sizes import RING_BLOCKS
 from trainer.models.errors import usage_error
-
-BLOCKS_PER_SHARD = 2
 
 
 def token_order(length: int, sharding: ShardingContext) -> np.ndarray:
@@ -30,10 +29,10 @@ def token_order(length: int, sharding: ShardingContext) -> np.ndarray:
     positions, num_shards = np.arange(length, dtype=np.int32), sharding.sequence_parallel_size
     if num_shards == 1:
         return positions
-    num_blocks = BLOCKS_PER_SHARD * num_shards
+    num_blocks = RING_BLOCKS * num_shards
     if length % num_blocks:
         what = f"{length} tokens cannot be split over sp {num_shards}"
-        why = f"each device holds {BLOCKS_PER_SHARD} equal blocks: {length} mod {num_blocks} = {length % num_blocks}"
+        why = f"each device holds {RING_BLOCKS} equal blocks: {length} mod {num_blocks} = {length % num_blocks}"
         raise usage_error(what, why, f"a multiple of {num_blocks} tokens, or a mesh without sp")
     blocks = positions.reshape(num_blocks, -1)
     first, second = blocks[:num_shards], blocks[num_shards:][::-1]

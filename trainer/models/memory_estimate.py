@@ -108,7 +108,8 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of the LM head and the loss."""
-    num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, inputs.seq_length)
+    length = inputs.local_length(inputs.seq_length)
+    num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, length)
     num_logits = num_tokens * inputs.local_extent("vocab")
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
@@ -116,19 +117,20 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
 
 def _layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one."""
-    encoder = inputs.arch_config.encoder
+    encoder, length = inputs.arch_config.encoder, inputs.local_length(inputs.seq_length)
+    source_length = inputs.local_length(inputs.source_length)
     yield LayerStack(
         inputs=inputs,
         arch_config=inputs.arch_config,
         prefix=f"{DECODER}." if encoder else "",
-        seq_length=inputs.seq_length,
-        kv_lengths={"attn": inputs.seq_length} | ({"cross": inputs.source_length} if encoder else {}),
+        seq_length=length,
+        kv_lengths={"attn": length} | ({"cross": source_length} if encoder else {}),
     )
     if encoder:
         yield LayerStack(
             inputs=inputs,
             arch_config=encoder,
             prefix=f"{ENCODER}.",
-            seq_length=inputs.source_length,
-            kv_lengths={"attn": inputs.source_length},
+            seq_length=source_length,
+            kv_lengths={"attn": source_length},
         )

@@ -73,9 +73,14 @@ class MemoryInputs:
         """Sequences of a micro-batch on one device."""
         return self.micro_batch_size // (self.axis_size("dp") * self.axis_size("fsdp"))
 
-    def num_residual_shards(self, length: int) -> int:
-        """Return the number of shards of the residual stream along `length` tokens."""
-        return self._num_shards("residual_seq", length)
+    def local_length(self, length: int) -> int:
+        """Return the tokens on one device of a row of `length` tokens."""
+        return length // self.axis_size("sp")
+
+    def num_residual_shards(self, local_length: int) -> int:
+        """Return the number of shards of the residual stream along the `local_length` tokens of a device."""
+        num_shards = self.axis_size("sp")
+        return self._num_shards("residual_seq", local_length * num_shards) // num_shards
 
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""

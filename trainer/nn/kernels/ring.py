@@ -23,9 +23,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.token_order import BLOCKS_PER_SHARD
 from trainer.models.architecture import ArchConfig
-from trainer.models.chunk_sizes import chunk_length
+from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
 from trainer.models.mesh import MeshAxes
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import blockwise
@@ -123,7 +122,7 @@ def ring_attention(
     assert sharding.device_mesh is not None
     row_axes, token_axes, head_axes, _ = sharding.activation_axes(kv.keys.shape, "batch", "seq", "heads", "head_dim")
     ring = _Ring(sharding.device_mesh, row_axes, token_axes, head_axes)
-    num_blocks = BLOCKS_PER_SHARD * ring.num_shards
+    num_blocks = RING_BLOCKS * ring.num_shards
     config = blockwise.tile_config(
         arch_config,
         mask,
