@@ -12,6 +12,7 @@ from trainer.models.param_tree import ParamLeaf
 
 ROW_COPIES = 2  # outputs of experts, and their gradients
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
+RING_COPIES = 2  # of keys and values, and of their gradients: those on a device, and those on their way to it
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
@@ -79,6 +80,7 @@ class LayerStack:
             window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
             + self._expert_nbytes()
             + self._transient_scores_nbytes()
+            + self._ring_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
         )
@@ -122,6 +124,13 @@ class LayerStack:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
             return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
+
+    def _ring_nbytes(self) -> int:
+        """Return the bytes of ring attention's copies of other devices' keys and values, and of partial gradients."""
+        if self.inputs.axis_size("sp") == 1:
+            return 0
+        copies_nbytes = RING_COPIES * (self.inputs.itemsize + FLOAT32) * self._kv_size()
+        return copies_nbytes + FLOAT32 * self._query_size()
 
     def _expert_nbytes(self) -> int:
         """Return the working set of an MoE layer's experts, of which one is computed at a time; 0 without experts."""

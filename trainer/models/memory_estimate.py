@@ -1,8 +1,8 @@
 """Memory estimate of a training step on one device, from shapes alone, without JAX or allocation.
 
 Axes: B sequences of a micro-batch on one device, T tokens, S keys, H heads, E head width, D embedding width, F hidden
-units of the MLP, V vocabulary; H, F and V count one device's share. Sizes are in bytes; `c` is the size of an element
-in the dtype of the computation.
+units of the MLP, V vocabulary; T, S, H, F and V count one device's share. Sizes are in bytes; `c` is the size of an
+element in the dtype of the computation.
 
 At its peak a step needs
 
@@ -22,6 +22,8 @@ Without rematerialization the derivative of each operation determines the saved 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
                          saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
                          values in float32, and copies of queries, keys, values and gradients in tiles
+                         With sp, two copies of the keys and values of another device with their float32 gradients
+                         are transient, and B*T*H*E*4 for the gradient of queries so far
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
