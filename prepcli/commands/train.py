@@ -230,7 +230,6 @@ def _prepare_run(
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
-    setup.check_token_split(recipe, sharding)
     memory = check_machine(recipe, model, sharding, folder, ui=ui, is_dry_run=request.dry_run)
     folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:

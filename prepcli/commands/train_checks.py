@@ -14,7 +14,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui, format_table
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
-from trainer.models.chunk_sizes import WHOLE, chunk_length
+from trainer.models.chunk_sizes import chunk_length
 from trainer.models.memory_estimate import STATE_COPIES, MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
@@ -84,10 +84,10 @@ def host_memory() -> dict[str, int | None]:
 
 def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available_nbytes: int | None) -> str:
     """Return the estimate of one device's memory as a table."""
-    lengths = (run.seq_length, max(run.seq_length, run.source_length))
-    tile = run.attention_tile or (WHOLE, WHOLE)
-    shape = [run.local_batch_size, run.local_extent("heads"), *map(chunk_length, tile, lengths)]
-    chunk = chunk_length(run.head_chunk_size, run.seq_length)
+    length, source_length = run.local_length(run.seq_length), run.local_length(run.source_length)
+    tile = run.score_tile(length, max(length, source_length))
+    shape = [run.local_batch_size, run.local_extent("heads"), *tile]
+    chunk = chunk_length(run.head_chunk_size, length)
     sizes = {
         "parameters": estimated.parameters,
         "moments": estimated.moments,
@@ -135,7 +135,7 @@ def _memory_hints(run: MemoryInputs) -> str:
     hints = [] if run.remat_policy == "nothing_saveable" else ['`model.remat_policy = "nothing_saveable"`']
     hints += [] if run.attention_tile else ['`model.attention_kernel = "blockwise"`']
     hints += ["more `batch.accumulate`"] if run.local_batch_size > 1 else []
-    return ", ".join([*hints, "a shorter `data.seq_length`", "more mp or fsdp in `mesh`"])
+    return ", ".join([*hints, "a shorter `data.seq_length`", "more mp, fsdp or sp in `mesh`"])
 
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
-from trainer.models.chunk_sizes import RING_BLOCKS, WHOLE, chunk_length, expert_block_length
+from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 
@@ -197,7 +198,5 @@ class LayerStack:
 
     def _score_size(self, kv_length: int) -> int:
         """Return the elements of scores [B, H, T, S], or of a tile's."""
-        q_size, k_size = self.inputs.attention_tile or (WHOLE, WHOLE)
-        num_blocks = RING_BLOCKS if self.inputs.axis_size("sp") > 1 else 1
-        num_scores = chunk_length(q_size, self.seq_length // num_blocks) * chunk_length(k_size, kv_length // num_blocks)
+        num_scores = math.prod(self.inputs.score_tile(self.seq_length, kv_length))
         return self.inputs.local_batch_size * self.inputs.local_extent("heads") * num_scores

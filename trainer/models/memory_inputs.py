@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.chunk_sizes import RING_BLOCKS, WHOLE, chunk_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import Rules, activation_rules, partition_spec
@@ -76,6 +77,12 @@ class MemoryInputs:
     def local_length(self, length: int) -> int:
         """Return the tokens on one device of a row of `length` tokens."""
         return length // self.axis_size("sp")
+
+    def score_tile(self, local_queries: int, local_keys: int) -> tuple[int, int]:
+        """Return the number of queries and of keys whose scores exist at the same time on a device."""
+        num_blocks = RING_BLOCKS if self.axis_size("sp") > 1 else 1
+        q_size, k_size = self.attention_tile or (WHOLE, WHOLE)
+        return chunk_length(q_size, local_queries // num_blocks), chunk_length(k_size, local_keys // num_blocks)
 
     def num_residual_shards(self, local_length: int) -> int:
         """Return the number of shards of the residual stream along the `local_length` tokens of a device."""

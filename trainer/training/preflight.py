@@ -7,7 +7,10 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.token_order import token_order
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.memory_inputs import MemoryInputs
+from trainer.nn.kernels.options import check_ring_kernel
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
@@ -20,16 +23,27 @@ def check_inputs(recipe: Recipe, sharding: ShardingContext) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 
     Raises:
-        PrepError: The batch does not divide among the devices, or a data file or the tokenizer is missing, unreadable
-            or empty.
+        PrepError: The batch or its rows do not divide among the devices, or a data file or the tokenizer is missing,
+            unreadable or empty.
     """
     assert sharding.mesh is not None
     batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    _check_token_split(recipe, sharding)
     for paths in (recipe.data.path, recipe.data.eval_path or ()):
         for path in files.find_files(paths, recipe.data.type):
             files.check_readable(path)
     if recipe.data.tokenizer:
         tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
+
+
+def _check_token_split(recipe: Recipe, sharding: ShardingContext) -> None:
+    """Raise UsageError if sp does not divide the lengths, or if the attention kernel needs whole rows."""
+    check_ring_kernel(recipe.model.attention_kernel, sharding)
+    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
+        try:
+            token_order(length, sharding)
+        except PrepError as error:
+            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
 
 
 def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, widens_bfloat16: bool) -> MemoryInputs:

@@ -14,12 +14,11 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.token_order import token_order
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.partition import Rules, merge_rules
 from trainer.models.registry import family_of
 from trainer.models.rope_overrides import override_rope
-from trainer.nn.kernels.options import AttentionOptions, check_ring_kernel
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.recipe import Recipe, batch_shape
@@ -218,20 +217,6 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
     if model.arch_config.has_learned_positions and data.seq_length > max_positions:
         why = f"the model has {max_positions} positions"
         raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={max_positions}`")
-
-
-def check_token_split(recipe: Recipe, sharding: ShardingContext) -> None:
-    """Check that the mesh can split the tokens of a row, if it has sp.
-
-    Raises:
-        UsageError: The mesh does not divide the lengths, or the attention kernel needs whole rows.
-    """
-    check_ring_kernel(recipe.model.attention_kernel, sharding)
-    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
-        try:
-            token_order(length, sharding)
-        except PrepError as error:
-            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
 
 
 def _check_encoder_fields(config: TokenizeConfig, model: ModelSpec) -> None:

@@ -22,6 +22,7 @@ from prepcli.commands.train_checks import (
 from prepcli.errors import PrepError
 from tests.trainer.models.test_memory_estimate import LLAMA_13B, make_inputs
 from trainer.models.memory_estimate import estimate_memory
+from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe import Recipe, load_recipe
 
@@ -64,6 +65,14 @@ def test_memory_table_shows_the_scores_of_a_tile():
     tiled = replace(RUN_13B, attention_tile=(512, 1024))
     text = " ".join(memory_table(tiled, estimate_memory(tiled), 80 * GIB).split())
     assert "of it scores [2, 10, 512, 1024] 40.0 MiB" in text
+
+
+def test_memory_table_shows_the_tokens_of_one_device():
+    """Each device of sp 8 has two blocks of 2,048 of 32,768 tokens."""
+    split = replace(RUN_13B, mesh=parse_mesh("fsdp:8,mp:4,sp:8"), attention_tile=(-1, 512), head_chunk_size=-1)
+    text = " ".join(memory_table(split, estimate_memory(split), 80 * GIB).split())
+    assert "of it scores [2, 10, 2048, 512] 80.0 MiB" in text
+    assert "head and loss, 4096 tokens" in text
 
 
 def test_memory_warning_suggests_settings():

@@ -59,6 +59,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         ("batch.accumulate=3", USAGE, "`batch.size` 8 is not a whole number of micro-batches"),
         ("data.path=nowhere.txt", FAILED, "no data in `nowhere.txt`"),
         ("data.tokenizer=nowhere", FAILED, "no tokenizer at nowhere"),
+        ("mesh=sp:8", USAGE, "`model.attention_kernel = reference` does not go with mesh dp:1,fsdp:1,mp:1,sp:8"),
         ("model.rope_theta=0.5", USAGE, "`model.rope_theta` cannot be applied to this llama model"),
     ],
 )
@@ -67,6 +68,18 @@ def test_invalid_recipe_is_found_before_work(
 ):
     assert train_error(capsys, "--set", sets, "--set", f"model.path={model}")[:2] == (code, what)
     assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_length_that_sp_does_not_divide_is_found_before_work(capsys: pytest.CaptureFixture[str]):
+    sets = ("mesh=dp:2,sp:4", "model.attention_kernel=blockwise", "data.seq_length=12")
+    error = train_error(capsys, *(word for text in sets for word in ("--set", text)))
+    assert error == (
+        USAGE,
+        "`data.seq_length` is 12: 12 tokens cannot be split over sp 4",
+        "each device holds 2 equal blocks: 12 mod 8 = 4",
+        "a multiple of 8 tokens, or a mesh without sp",
+    )
 
 
 @pytest.mark.usefixtures("_reads_nothing")
