@@ -19,7 +19,7 @@ from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import DEFAULT_RULES, Rules, Spec, activation_rules, partition_spec
 
 TRAINING_MEMORY_HINT = (
-    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
+    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp, mp or sp in `mesh`'
 )
 
 

@@ -33,8 +33,8 @@ class MemoryInputs:
         source_length: Tokens of a source; 0 without an encoder.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
-        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
     """
 

@@ -56,10 +56,10 @@ class ForwardConfig:
         dtype: Dtype of the computation.
         scan_layers: Compile one layer and scan it over all layers.
         remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.
-        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
 
     Raises:
         UsageError: `remat_policy` is unknown, or does not go with the attention kernel, or the kernel with the mesh.
