@@ -10,8 +10,6 @@ N tiles of queries or keys, t queries and s keys of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,55 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
 from trainer.nn.score_bias import ScoreBias
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
+from trainer.nn.token_axis import join_chunks, split_chunks
 
 LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
-FAR = 1 << 30  # beyond all positions
-Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments match no real segment
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys.
-
-    With `is_partial` the keys are a part of the visible ones: outputs and gradients are float32, to be added to those
-    of the other keys.
-    """
-
-    q_size: int
-    kv_size: int
-    scale: float
-    softcap: float
-    window: int
-    is_causal: bool
-    bias_config: RelativePositionBias | None
-    sharding: ShardingContext
-    is_partial: bool = False
-
-
-class Labels(NamedTuple):
-    """Positions and segments of queries or keys, and which keys are valid: [B or 1, T or S] each, or None."""
-
-    positions: Array | None = None
-    segment_ids: Array | None = None
-    valid: Array | None = None
-
-
-class Constants(NamedTuple):
-    """The inputs without a gradient: the labels, and the factor of the layer's scores."""
-
-    q_labels: Labels
-    kv_labels: Labels
-    score_scale: Array  # float32 []
-
-
-TileFunction = Callable[[Array, Array, Array, "Array | None", Constants], Array]
 
 
 class _SoftmaxState(NamedTuple):
@@ -121,66 +79,6 @@ def blockwise_attention(
         kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1]),
     )
     return attend_in_tiles(partial(_attend, config), q, kv, mask, config)
-
-
-def tile_config(arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int) -> TileConfig:
-    """Return the static settings of a call with tiles of these sizes."""
-    return TileConfig(
-        q_size=q_size,
-        kv_size=kv_size,
-        scale=arch_config.attn_scale,
-        softcap=arch_config.attn_logit_softcap,
-        window=mask.window,
-        is_causal=mask.is_causal,
-        bias_config=None if mask.bias is None else mask.bias.config,
-        sharding=ShardingContext() if mask.bias is None else mask.bias.sharding,
-    )
-
-
-def attend_in_tiles(
-    attend: TileFunction, q: Array, kv: KV, mask: AttentionMask, config: TileConfig, *, num_shards: int = 1
-) -> Array:
-    """Pad queries and keys to whole tiles, attend, and remove the padding.
-
-    Args:
-        attend: Computes (q [B, T, K, G, E], k, v, bias table, constants) -> output like q.
-        q: Queries [B, T, H, E].
-        kv: Keys and values [B, S, K, E].
-        mask: Visible keys, score bias and the layer's score scale.
-        config: Sizes of tiles.
-        num_shards: Number of shards of T and S on the mesh; each is padded.
-
-    Returns:
-        [B, T, H, E].
-    """
-    b, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = kv.keys.shape[1:3]
-    q_padding, kv_padding = -(num_queries // num_shards) % config.q_size, -(num_keys // num_shards) % config.kv_size
-    pad_q, pad_kv = (partial(pad_tokens, count=count, num_shards=num_shards) for count in (q_padding, kv_padding))
-    valid = jnp.ones((1, num_keys), bool) if mask.kv_valid is None else mask.kv_valid
-    constants = Constants(
-        _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING),
-        _pad_labels(Labels(mask.kv_positions, mask.kv_segment_ids, valid), pad_kv, KV_PADDING),
-        jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
-    )
-    grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    bias_table = None if mask.bias is None else mask.bias.table
-    output = attend(pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, constants)
-    return unpad_tokens(output, q_padding, num_shards=num_shards).reshape(q.shape)
-
-
-def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
-    """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
-    return Labels(
-        _pad_label(labels.positions, pad, padding_id),
-        _pad_label(labels.segment_ids, pad, padding_id),
-        _pad_label(labels.valid, pad, False),
-    )
-
-
-def _pad_label(label: Array | None, pad: Callable[..., Array], fill: int | bool) -> Array | None:
-    """Return a label as [B or 1, T], with padding."""
-    return None if label is None else pad(label if label.ndim == 2 else label[None], fill=fill)
 
 
 def _attend_tiles(
@@ -363,22 +261,6 @@ def _add_bias_gradient(
     d_bias = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])  # [B, H, t, s]
     d_bias = d_bias.sum(0, keepdims=True) if bias.shape[0] == 1 else d_bias
     return gradient + pullback(d_bias)[0]
-
-
-def has_visible(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> Array:
-    """Return whether a tile or shard may have a visible key, bool []; false only if it has none."""
-    assert kv_labels.valid is not None
-    visible = kv_labels.valid.any()
-    if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:
-        first_key = jnp.where(kv_labels.valid, kv_labels.positions, FAR).min()
-        visible &= q_labels.positions.max() >= first_key
-        if config.window != FULL_ATTENTION:
-            last_key = jnp.where(kv_labels.valid, kv_labels.positions, -FAR).max()
-            visible &= q_labels.positions.min() - last_key < config.window
-    if q_labels.segment_ids is not None and kv_labels.segment_ids is not None:
-        visible &= q_labels.segment_ids.max() >= kv_labels.segment_ids.min()
-        visible &= q_labels.segment_ids.min() <= kv_labels.segment_ids.max()
-    return visible
 
 
 def _einsum(subscripts: str, a: Array, b: Array) -> Array:

@@ -28,8 +28,9 @@ from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
 from trainer.models.mesh import MeshAxes
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels import blockwise
-from trainer.nn.kernels.blockwise import LOWEST, Constants, Labels, Residuals, TileConfig
+from trainer.nn.kernels.blockwise import LOWEST, Residuals
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +124,14 @@ def ring_attention(
     row_axes, token_axes, head_axes, _ = sharding.activation_axes(kv.keys.shape, "batch", "seq", "heads", "head_dim")
     ring = _Ring(sharding.device_mesh, row_axes, token_axes, head_axes)
     num_blocks = RING_BLOCKS * ring.num_shards
-    config = blockwise.tile_config(
+    config = tile_config(
         arch_config,
         mask,
         q_size=chunk_length(options.q_chunk_size, q.shape[1] // num_blocks),
         kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1] // num_blocks),
     )
     config = dataclasses.replace(config, sharding=ShardingContext(), is_partial=True)
-    return blockwise.attend_in_tiles(partial(_attend, config, ring), q, kv, mask, config, num_shards=ring.num_shards)
+    return attend_in_tiles(partial(_attend, config, ring), q, kv, mask, config, num_shards=ring.num_shards)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -162,7 +163,7 @@ def _local_forward(
             _, saved = blockwise.forward(config, q, shard.k, shard.v, bias_table, shard_labels)
             return _merge(so_far, _PartialOutput(saved.output, saved.log_normalizer))
 
-        is_visible = blockwise.has_visible(config, labels.q_labels, shard.labels)
+        is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, merge, lambda same: same, so_far)
 
     def step(carry: tuple[_PartialOutput, _Shard], _: None) -> tuple[tuple[_PartialOutput, _Shard], None]:
@@ -202,7 +203,7 @@ def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gr
             of_shard = saved._replace(k=shard.k, v=shard.v, constants=constants)
             return _Gradients(*blockwise.backward(config, of_shard, output_gradient)[:4])
 
-        is_visible = blockwise.has_visible(config, labels.q_labels, shard.labels)
+        is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, compute, lambda: zeros)
 
     def add(so_far: _Gradients, shard: _Shard) -> _Gradients:

@@ -27,10 +27,9 @@ from trainer.distributed.token_order import token_order
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, RelativePositionBias
 from trainer.models.mesh import parse_mesh
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels import blockwise
-from trainer.nn.kernels.blockwise import Labels
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.ring import ring_attention
+from trainer.nn.kernels.tiles import Labels, has_visible, tile_config
 from trainer.nn.score_bias import ScoreBias
 
 SEEDS = (4, 9)  # a causal problem with segments, window and bias, and a problem with padding that is not causal
@@ -134,9 +133,9 @@ def live_tiles(num_devices: int, *, is_balanced: bool) -> np.ndarray:
     """Count the tiles that each device computes in each step of the ring, [devices, steps], of 1,024 tokens."""
     length, tile = 1024, 16
     order = token_order(length, split_over(num_devices)) if is_balanced else np.arange(length)
-    config = blockwise.tile_config(make_arch(), AttentionMask(), q_size=tile, kv_size=tile)
+    config = tile_config(make_arch(), AttentionMask(), q_size=tile, kv_size=tile)
     tiles = Labels(jnp.asarray(order).reshape(-1, 1, tile), valid=jnp.ones((length // tile, 1, tile), bool))
-    by_key = jax.vmap(lambda q, kv: blockwise.has_visible(config, q, kv), in_axes=(None, 0))
+    by_key = jax.vmap(lambda q, kv: has_visible(config, q, kv), in_axes=(None, 0))
     is_live = np.asarray(jax.vmap(by_key, in_axes=(0, None))(tiles, tiles))
     by_shard = is_live.reshape(num_devices, -1, num_devices, length // tile // num_devices).sum((1, 3))
     return np.stack([np.roll(row[::-1], device + 1) for device, row in enumerate(by_shard)])
