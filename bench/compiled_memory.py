@@ -2,6 +2,7 @@
 
     python -m bench.compiled_memory
     python -m bench.compiled_memory --size 7b --tokens 2048 --mesh 1,64,4 --remat nothing_saveable
+    python -m bench.compiled_memory --tokens 131072 --mesh sp:8 --kernel blockwise --remat nothing_saveable
 
 The step computes the mean loss and its gradients. `temp` is the compiler's plan for one device without arguments and
 results; `estimated` is the estimate of `trainer.models.memory_estimate`. A mesh of N devices is compiled for N
@@ -118,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
     parser.add_argument("--ffn-chunk", type=int, default=-1, help="tokens of an MLP chunk (default: all)")
     parser.add_argument("--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)")
-    parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
+    parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp, or names such as sp:8 (default: one device)")
     parser.add_argument(
         "--topology", metavar="NAME", help="one TPU chip of a topology, as v5e:2x2, instead of the mesh"
     )

@@ -222,6 +222,9 @@ def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_c
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ForwardConfig
 
+    if opened.sharding.sequence_parallel_size > 1:
+        why = "generation appends one token at a time, so that there are no tokens to split"
+        raise usage_error(f"`--mesh {opened.sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")
     dtype = request.dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
     scan_layers = opened.model.has_stacked_layers
     forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)

@@ -6,7 +6,7 @@ from typing import Any
 
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
-from trainer.models.chunk_sizes import WHOLE, chunk_length
+from trainer.models.chunk_sizes import chunk_length
 from trainer.models.memory_estimate import MemoryEstimate
 from trainer.models.memory_inputs import MemoryInputs
 
@@ -19,10 +19,10 @@ def memory_table(run: MemoryInputs, estimated: MemoryEstimate, available: str = 
         estimated: The estimate.
         available: Text for the memory that the device has; empty for no such row.
     """
-    lengths = (run.seq_length, max(run.seq_length, run.source_length))
-    tile = run.attention_tile or (WHOLE, WHOLE)
-    shape = [run.local_batch_size, run.local_extent("heads"), *map(chunk_length, tile, lengths)]
-    chunk = chunk_length(run.head_chunk_size, run.seq_length)
+    length, source_length = run.local_length(run.seq_length), run.local_length(run.source_length)
+    tile = run.score_tile(length, max(length, source_length))
+    shape = [run.local_batch_size, run.local_extent("heads"), *tile]
+    chunk = chunk_length(run.head_chunk_size, length)
     sizes = {
         "parameters": estimated.parameters,
         "moments": estimated.moments,

@@ -16,12 +16,20 @@ from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
-from trainer.models.partition import Spec, activation_spec, computed_spec, leaf_spec, num_batch_shards, partition_spec
+from trainer.models.partition import (
+    Spec,
+    activation_spec,
+    computed_spec,
+    leaf_spec,
+    num_batch_shards,
+    num_sequence_shards,
+    partition_spec,
+)
 from trainer.models.rules import DEFAULT_RULES, Rules, whole_if_indivisible
 
 UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
 TRAINING_MEMORY_HINT = (
-    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp or mp in `mesh`'
+    'more `batch.accumulate`, `model.remat_policy = "nothing_saveable"`, or more fsdp, mp or sp in `mesh`'
 )
 
 HOST_MEMORY = "pinned_host"  # memory kind of JAX
@@ -137,6 +145,11 @@ class ShardingContext:
         if device.platform == "cpu" or HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
             what = f"`model.offload` is not supported on {device.platform} devices"
             raise usage_error(what, "they have no host memory beside their own", "`--set model.offload=none`")
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of shards of a sequence along its tokens."""
+        return num_sequence_shards(self.mesh, self.rules)
 
     def _activation_spec(self, shape: tuple[int, ...], dims: tuple[str, ...]) -> Spec | None:
         """Return the mesh axes that split each dim of an activation; None without a mesh."""

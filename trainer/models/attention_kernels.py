@@ -228,6 +228,13 @@ def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
         raise usage_error(what, "the policy saves the scores of all tiles", hint)
 
 
+def check_split_sequence(spec: KernelSpec, num_shards: int) -> None:
+    """Raise UsageError if the mesh splits sequences, and the kernel needs whole ones."""
+    reasons = [*missing_features(spec, frozenset({Feature.SPLIT_SEQUENCE}))]
+    if num_shards > 1 and reasons:
+        raise unsupported_error(spec, reasons)
+
+
 def unsupported_error(spec: KernelSpec, reasons: Sequence[str]) -> PrepError:
     """Return the UsageError of a kernel that cannot compute the attention of a run."""
     what = f"attention kernel `{spec.name}` cannot compute this model's attention"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 WHOLE = -1  # a chunk of all tokens
+RING_BLOCKS = 2  # blocks of a row on each device of a mesh that splits tokens; a tile of attention lies in one
 
 
 def chunk_length(chunk_size: int, length: int) -> int:

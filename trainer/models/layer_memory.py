@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import NO_SOFTCAP, ArchConfig, window_period
-from trainer.models.chunk_sizes import WHOLE, chunk_length, expert_block_length
+from trainer.models.chunk_sizes import chunk_length, expert_block_length
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_activations
 
 ROW_COPIES = 2  # outputs of experts, and their gradients
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
+RING_COPIES = 2  # of keys and values, and of their gradients: those on a device, and those on their way to it
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
 }  # fmt: skip
@@ -78,6 +80,7 @@ class LayerStack:
             window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
             + self._expert_nbytes()
             + self._transient_scores_nbytes()
+            + self._ring_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
         )
@@ -153,6 +156,13 @@ class LayerStack:
             return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
+    def _ring_nbytes(self) -> int:
+        """Return the bytes of ring attention's copies of other devices' keys and values, and of partial gradients."""
+        if self.inputs.num_sequence_shards == 1:
+            return 0
+        copies_nbytes = RING_COPIES * (self.inputs.itemsize + FLOAT32) * self._kv_size()
+        return copies_nbytes + FLOAT32 * self._query_size()
+
     def _expert_nbytes(self) -> int:
         """Return the working set of an MoE layer's experts, of which one is computed at a time; 0 without experts."""
         inputs, top_k = self.inputs, self.arch_config.experts_per_token
@@ -218,6 +228,5 @@ class LayerStack:
 
     def _score_size(self, kv_length: int) -> int:
         """Return the elements of scores [B, H, T, S], or of a tile's."""
-        q_size, k_size = self.inputs.attention_tile or (WHOLE, WHOLE)
-        num_scores = chunk_length(q_size, self.seq_length) * chunk_length(k_size, kv_length)
+        num_scores = math.prod(self.inputs.score_tile(self.seq_length, kv_length))
         return self.inputs.local_batch_size * self.inputs.local_extent("heads") * num_scores

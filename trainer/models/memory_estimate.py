@@ -1,8 +1,8 @@
 """Memory estimate of a training step on one device, from shapes alone, without JAX or allocation.
 
 Axes: B sequences of a micro-batch on one device, T tokens, S keys, H heads, E head width, D embedding width, F hidden
-units of the MLP, V vocabulary; H, F and V count one device's share. Sizes are in bytes; `c` is the size of an element
-in the dtype of the computation.
+units of the MLP, V vocabulary; T, S, H, F and V count one device's share. Sizes are in bytes; `c` is the size of an
+element in the dtype of the computation.
 
 At its peak a step needs
 
@@ -23,6 +23,8 @@ Without rematerialization the derivative of each operation determines the saved 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
                          saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
                          values in float32, and copies of queries, keys, values and gradients in tiles
+                         With sp, two copies of the keys and values of another device with their float32 gradients
+                         are transient, and B*T*H*E*4 for the gradient of queries so far
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
     residual stream      3 arrays B*T*D per norm, 2 of them in float32, split along tokens over sp and mp;
                          and the unsplit input of each block, B*T*D*c
@@ -122,7 +124,8 @@ def _batch_nbytes(inputs: MemoryInputs) -> int:
 
 def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     """Return the working set of the LM head and the loss."""
-    num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, inputs.seq_length)
+    length = inputs.local_length(inputs.seq_length)
+    num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, length)
     num_logits = num_tokens * inputs.local_extent("vocab")
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
     return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
@@ -130,19 +133,20 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
     """Yield the decoder's layers, and the encoder's if there is one."""
-    encoder = inputs.arch_config.encoder
+    encoder, length = inputs.arch_config.encoder, inputs.local_length(inputs.seq_length)
+    source_length = inputs.local_length(inputs.source_length)
     yield LayerStack(
         inputs=inputs,
         arch_config=inputs.arch_config,
         prefix=f"{DECODER}." if encoder else "",
-        seq_length=inputs.seq_length,
-        kv_lengths={"attn": inputs.seq_length} | ({"cross": inputs.source_length} if encoder else {}),
+        seq_length=length,
+        kv_lengths={"attn": length} | ({"cross": source_length} if encoder else {}),
     )
     if encoder:
         yield LayerStack(
             inputs=inputs,
             arch_config=encoder,
             prefix=f"{ENCODER}.",
-            seq_length=inputs.source_length,
-            kv_lengths={"attn": inputs.source_length},
+            seq_length=source_length,
+            kv_lengths={"attn": source_length},
         )

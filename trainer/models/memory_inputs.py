@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.architecture import ArchConfig
+from trainer.models.chunk_sizes import RING_BLOCKS, WHOLE, chunk_length
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
-from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards
+from trainer.models.partition import activation_spec, leaf_spec, num_batch_shards, num_sequence_shards
 from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy
 from trainer.models.rules import Rules
 
@@ -31,9 +32,9 @@ class MemoryInputs:
         source_length: Tokens of a source; 0 without an encoder.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
-        offload: "residuals" if the inputs of layers are saved in host memory, or "none".
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
-        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+            offload: "residuals" if the inputs of layers are saved in host memory, or "none".
+        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
             `NO_SCORES` if they are never in memory.
         accumulate: Micro-batches of a step.
@@ -77,9 +78,25 @@ class MemoryInputs:
         """Sequences of a micro-batch on one device."""
         return self.micro_batch_size // num_batch_shards(self.mesh, self.rules)
 
-    def num_residual_shards(self, length: int) -> int:
-        """Return the number of shards of the residual stream along `length` tokens."""
-        return self._num_shards("residual_seq", length)
+    @property
+    def num_sequence_shards(self) -> int:
+        """Number of shards of a sequence along its tokens."""
+        return num_sequence_shards(self.mesh, self.rules)
+
+    def local_length(self, length: int) -> int:
+        """Return the tokens on one device of a row of `length` tokens."""
+        return length // self.num_sequence_shards
+
+    def score_tile(self, local_queries: int, local_keys: int) -> tuple[int, int]:
+        """Return the number of queries and of keys whose scores exist at the same time on a device."""
+        num_blocks = RING_BLOCKS if self.num_sequence_shards > 1 else 1
+        q_size, k_size = self.attention_tile or (WHOLE, WHOLE)
+        return chunk_length(q_size, local_queries // num_blocks), chunk_length(k_size, local_keys // num_blocks)
+
+    def num_residual_shards(self, local_length: int) -> int:
+        """Return the number of shards of the residual stream along the `local_length` tokens of a device."""
+        num_shards = self.num_sequence_shards
+        return self._num_shards("residual_seq", local_length * num_shards) // num_shards
 
     def num_seq_shards(self, length: int) -> int:
         """Return the number of shards of queries, keys and values along `length` tokens."""

@@ -149,6 +149,12 @@ def num_batch_shards(mesh: Mesh | None, rules: Rules) -> int:
     return _num_shards(mesh, activation_rules(rules)["batch"][0]) if mesh else 1
 
 
+def num_sequence_shards(mesh: Mesh | None, rules: Rules) -> int:
+    """Return the number of shards of a sequence along its tokens; 1 if the rules do not split it over sp."""
+    axes = activation_rules(rules)["seq"][0]
+    return _num_shards(mesh, axes) if mesh and "sp" in axes else 1
+
+
 def computed_spec(dims: LeafDims, shape: Sequence[int], *, stored: Spec, mesh: Mesh, rules: Rules) -> Spec:
     """Return the sharding that the computation gives a parameter.
 

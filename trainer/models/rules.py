@@ -46,12 +46,13 @@ PARAM_RULES: DimRules = {
 }
 
 
-# Mesh axes of activations by logical dim. The residual stream between layers is split over mp along tokens, where
-# attention and MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
+# Mesh axes of activations by logical dim. sp splits the tokens of a row everywhere; attention passes keys and values
+# from device to device. The residual stream between layers is split over mp along tokens as well, where attention and
+# MLP are split along heads and hidden units: at long contexts most memory holds saved layer inputs.
 ACTIVATION_RULES: DimRules = {
     "batch": (("dp", "fsdp"),),
-    "residual_seq": (("sp", "mp"), ()),
-    "seq": WHOLE,
+    "residual_seq": (("sp", "mp"), ("sp",)),
+    "seq": (("sp",),),
     "embed": WHOLE,
 }
 

@@ -78,7 +78,8 @@ def attention(
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
         return linear(mixed, weights, "bthe,dhe->btd")
 
-    output = map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size)
+    num_shards = sharding.sequence_parallel_size
+    output = map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size, num_shards=num_shards)
     return name_activation(output, "o"), kv_cache
 
 
@@ -110,7 +111,8 @@ def _project(
     cos_sin = context.mask.cos_sin  # of all rows together or of each row -> [1 or B, T, R / 2]
     if cos_sin is not None:
         cos_sin = tuple(table if table.ndim == 3 else table[None] for table in cos_sin)
-    return map_token_chunks(project_chunk, x, used, context.ffn_chunk_size, cos_sin)
+    num_shards = sharding.sequence_parallel_size
+    return map_token_chunks(project_chunk, x, used, context.ffn_chunk_size, cos_sin, num_shards=num_shards)
 
 
 def _project_heads(

@@ -159,7 +159,6 @@ def _and(visible: Array | None, other: Array) -> Array:
     return other if visible is None else visible & other
 
 
-def causal_mask(length: int) -> AttentionMask:
-    """Return the causal mask of whole sequences: each token attends to itself and all earlier tokens."""
-    positions = jnp.arange(length)
+def causal_mask(positions: Array) -> AttentionMask:
+    """Return the causal mask of tokens at positions [T]: each attends to itself and all earlier tokens."""
     return AttentionMask(q_positions=positions, kv_positions=positions)

@@ -94,7 +94,8 @@ def _feed_forward(x: Array, weights: Mapping[str, Any], context: LayerContext) -
         run_mlp = moe_mlp if arch_config.experts_per_token else mlp
         return run_mlp(x, weights["mlp"], arch_config=arch_config, sharding=sharding)
 
-    output = map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size)
+    num_shards = sharding.sequence_parallel_size
+    output = map_token_chunks(run_chunk, x, weights, context.ffn_chunk_size, num_shards=num_shards)
     return name_activation(output, "mlp_output")
 
 

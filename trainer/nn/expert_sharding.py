@@ -33,20 +33,27 @@ class ExpertSharding:
 
     Attributes:
         device_mesh: The device mesh; None for one device.
-        batch_axes: Axes that split the tokens.
+        row_axes: Axes that split the rows of the batch.
+        column_axes: Axes that split the tokens of a row.
         weight_axes: Axes of each dim of the stacked matrices, by name.
     """
 
     device_mesh: jax.sharding.Mesh | None = None
-    batch_axes: MeshAxes = ()
+    row_axes: MeshAxes = ()
+    column_axes: MeshAxes = ()
     weight_axes: Mapping[str, tuple[MeshAxes, ...]] = field(
         default_factory=lambda: dict.fromkeys(EXPERT_DIMS, ((), (), ()))
     )
 
     @property
+    def token_axes(self) -> MeshAxes:
+        """Axes that split the tokens."""
+        return self.row_axes + self.column_axes
+
+    @property
     def gathers_experts(self) -> bool:
         """Whether devices exchange the shards of each expert, and therefore have to compute experts in step."""
-        return any(self._batch_axes_of(axes) for axes in self.weight_axes["up"])
+        return any(self._token_axes_of(axes) for axes in self.weight_axes["up"])
 
     @property
     def num_expert_shards(self) -> int:
@@ -55,8 +62,8 @@ class ExpertSharding:
 
     @property
     def token_spec(self) -> PartitionSpec:
-        """Sharding of an array of tokens, [B, ...]."""
-        return PartitionSpec(self.batch_axes)
+        """Sharding of an array of tokens, [B, T, ...]."""
+        return PartitionSpec(self.row_axes, self.column_axes)
 
     @property
     def expert_specs(self) -> Mapping[str, PartitionSpec]:
@@ -66,7 +73,7 @@ class ExpertSharding:
     @property
     def _partial_axes(self) -> MeshAxes:
         """Axes whose devices have a part of the experts or of their hidden units for the same tokens."""
-        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.batch_axes)
+        return tuple(axis for axis in chain(*self.weight_axes["up"]) if axis not in self.token_axes)
 
     def first_expert(self, num_local: int) -> Array | int:
         """Return the index of the first of the device's experts."""
@@ -80,21 +87,21 @@ class ExpertSharding:
         return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def gather(self, expert: Experts) -> Experts:
-        """Gather the shards of one expert over the axes that split the batch."""
+        """Gather the shards of one expert over the axes that split tokens."""
         return self._map_split_dims(
             expert, lambda matrix, axes, dim: lax.all_gather(matrix, axes, axis=dim, tiled=True)
         )
 
     def scatter_gradient(self, gradient: Experts) -> Experts:
-        """Sum the gradient of one expert over the axes that split it and the batch, and keep the device's shard."""
+        """Sum the gradient of one expert over the axes that split it and tokens, and keep the device's shard."""
         return self._map_split_dims(
             gradient, lambda matrix, axes, dim: lax.psum_scatter(matrix, axes, scatter_dimension=dim, tiled=True)
         )
 
     def sum_gradients(self, gradients: Experts) -> Experts:
-        """Sum the gradients of all experts over the axes that split the batch only."""
+        """Sum the gradients of all experts over the axes that split tokens only."""
         used = {*chain(*self.weight_axes["up"])}
-        axes = tuple(axis for axis in self.batch_axes if axis not in used)
+        axes = tuple(axis for axis in self.token_axes if axis not in used)
         return lax.psum(gradients, axes) if axes else gradients
 
     def sum_parts(self, x: Any) -> Any:
@@ -102,15 +109,15 @@ class ExpertSharding:
         return lax.psum(x, self._partial_axes) if self._partial_axes else x
 
     def _map_split_dims(self, expert: Experts, function: Callable[[Array, MeshAxes, int], Array]) -> Experts:
-        """Apply a function to the matrices of one expert, for each dim that is split over axes of the batch."""
+        """Apply a function to the matrices of one expert, for each dim that is split over axes of tokens."""
         matrices = dict(expert)
         for name in expert:
-            for dim, axes in enumerate(map(self._batch_axes_of, self.weight_axes[name][1:])):
+            for dim, axes in enumerate(map(self._token_axes_of, self.weight_axes[name][1:])):
                 matrices[name] = function(matrices[name], axes, dim) if axes else matrices[name]
         return matrices
 
-    def _batch_axes_of(self, axes: MeshAxes) -> MeshAxes:
-        return tuple(axis for axis in axes if axis in self.batch_axes)
+    def _token_axes_of(self, axes: MeshAxes) -> MeshAxes:
+        return tuple(axis for axis in axes if axis in self.token_axes)
 
 
 def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> ExpertSharding:
@@ -123,23 +130,23 @@ def expert_sharding(x: Array, experts: Experts, sharding: ShardingContext) -> Ex
     """
     if sharding.device_mesh is None:
         return ExpertSharding()
-    batch_axes = sharding.activation_axes(x.shape, "batch", "seq", "embed")[0]
+    row_axes, column_axes, _ = sharding.activation_axes(x.shape, "batch", "seq", "embed")
     weight_axes = {
         name: tuple(
-            _usable_axes(dim, axes, batch_axes)
+            _usable_axes(dim, axes, row_axes + column_axes)
             for dim, axes in zip(EXPERT_DIMS[name], sharding.weight_axes(matrix.shape, *EXPERT_DIMS[name]))
         )
         for name, matrix in experts.items()
     }
-    return ExpertSharding(sharding.device_mesh, batch_axes, weight_axes)
+    return ExpertSharding(sharding.device_mesh, row_axes, column_axes, weight_axes)
 
 
-def _usable_axes(dim: str, axes: MeshAxes, batch_axes: MeshAxes) -> MeshAxes:
+def _usable_axes(dim: str, axes: MeshAxes, token_axes: MeshAxes) -> MeshAxes:
     """Return the axes of a dim of the experts that stay split in this layer.
 
-    A stack of experts that is split like the batch is gathered as a whole, and so is an embedding width that is split
+    A stack of experts that is split like the tokens is gathered as a whole, and so is an embedding width that is split
     over devices with the same tokens.
     """
     if dim == "experts":
-        return () if {*axes} & {*batch_axes} else axes
-    return axes if dim == "mlp" else tuple(axis for axis in axes if axis in batch_axes)
+        return () if {*axes} & {*token_axes} else axes
+    return axes if dim == "mlp" else tuple(axis for axis in axes if axis in token_axes)

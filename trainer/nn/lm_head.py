@@ -9,6 +9,7 @@ Axes: B rows of the batch, T tokens, C tokens of a chunk, D model width, V vocab
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ class LMHead(NamedTuple):
 
     Attributes:
         true_vocab_size: Vocabulary size without padding.
-        chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         logit_softcap: Bound of logits; `NO_SOFTCAP` for none.
         loss_terms: Terms of the loss besides the cross entropy.
@@ -70,6 +71,11 @@ class LMHead(NamedTuple):
     sharding: ShardingContext
     logit_softcap: float = NO_SOFTCAP
     loss_terms: LossTerms = NO_LOSS_TERMS
+
+    @property
+    def num_token_shards(self) -> int:
+        """Number of shards of the tokens of a row."""
+        return self.sharding.sequence_parallel_size
 
 
 def project_logits(hidden: Array, weight: Array, head: LMHead, bias: Array | None = None) -> Array:
@@ -116,9 +122,11 @@ def loss_sums(
     is_counted = token_weights > 0
     targets = jnp.where(is_counted, targets, 0)
     hidden = jnp.where(is_counted[..., None], hidden, 0)  # a zero gradient is not enough: 0 * nan is nan
-    length = hidden.shape[1]
+    num_shards = head.num_token_shards
+    length = hidden.shape[1] // num_shards
     chunk_size = chunk_length(head.chunk_size, length)
-    padded = (pad_tokens(array, -length % chunk_size) for array in (hidden, targets, token_weights))
+    arrays = (hidden, targets, token_weights)
+    padded = (pad_tokens(array, -length % chunk_size, num_shards=num_shards) for array in arrays)
     hidden, targets, token_weights = padded
     head = head._replace(chunk_size=chunk_size)
     loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
@@ -139,7 +147,7 @@ def _chunked_loss_primal(
         chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk, head)
         return (sums[0] + chunk_sums[0], sums[1] + chunk_sums[1]), None
 
-    return lax.scan(add_chunk, _zero_sums(), _chunk_inputs(hidden, targets, token_weights, head.chunk_size))[0]
+    return lax.scan(add_chunk, _zero_sums(), _chunk_inputs(hidden, targets, token_weights, head))[0]
 
 
 def _chunked_loss_fwd(
@@ -164,7 +172,7 @@ def _chunked_loss_fwd(
         return ((loss + sums[0], correct + sums[1]), (dweight, dbias)), dhidden.astype(x.dtype)
 
     zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight, bias))
-    chunks = _chunk_inputs(hidden, targets, token_weights, head.chunk_size)
+    chunks = _chunk_inputs(hidden, targets, token_weights, head)
     (sums, gradients), dhidden = lax.scan(add_chunk, (_zero_sums(), zeros), chunks)
     return sums, (dhidden, gradients, (weight, bias))
 
@@ -179,7 +187,8 @@ def _chunked_loss_bwd(
         return (gradient.astype(jnp.float32) * cotangents[0]).astype(like.dtype)
 
     dweight, dbias = jax.tree.map(scale, gradients, parameters)
-    return join_chunks(scale(dhidden, dhidden)), dweight, dbias, None, None
+    dhidden = join_chunks(scale(dhidden, dhidden), num_shards=head.num_token_shards)
+    return dhidden, dweight, dbias, None, None
 
 
 _chunked_loss = jax.custom_vjp(_chunked_loss_primal, nondiff_argnums=(0,))
@@ -232,8 +241,7 @@ def _is_target(logits: Array, target: Array) -> Array:
     return jnp.arange(logits.shape[-1]) == target[..., None]
 
 
-def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, chunk_size: int) -> _Chunk:
+def _chunk_inputs(hidden: Array, targets: Array, token_weights: Array, head: LMHead) -> _Chunk:
     """Split hidden states, targets and weights into chunks of tokens."""
-    chunks = (split_chunks(array, chunk_size) for array in (hidden, targets, token_weights))
-    hidden, targets, token_weights = chunks
-    return hidden, targets, token_weights
+    split = partial(split_chunks, chunk_size=head.chunk_size, num_shards=head.num_token_shards)
+    return split(hidden), split(targets), split(token_weights)

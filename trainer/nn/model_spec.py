@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import check_saved_scores
+from trainer.models.attention_kernels import check_saved_scores, check_split_sequence
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
@@ -48,10 +48,10 @@ class ForwardConfig:
         scan_layers: Compile one layer and scan it over all layers.
         remat_policy: The activations that a layer saves for its backward pass: the name of a policy, "none" for all
             activations, or names of activations. The input of each layer is always saved.
-        head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
+        head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.
-        ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
         offload: "residuals" to save the inputs of layers in host memory, or "none".
 
     Raises:
@@ -71,6 +71,7 @@ class ForwardConfig:
         """Check the rematerialization policy, alone and with the other options."""
         check_remat(self.remat_policy, self.offload, ffn_chunk_size=self.ffn_chunk_size)
         check_saved_scores(self.remat_policy, self.attention_options.kernel)
+        check_split_sequence(self.attention_options.spec, self.sharding.sequence_parallel_size)
 
 
 def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:

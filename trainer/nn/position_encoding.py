@@ -44,9 +44,15 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
     return default
 
 
-def rotary_cos_sin(rope: Rope, length: int) -> tuple[Array, Array]:
-    """Compute the rotary cosine and sine, float32 [T, R / 2], of positions 0 to `length` - 1."""
-    return _scaled_cos_sin(rope, jnp.arange(length, dtype=jnp.float32)[:, None] * inverse_frequencies(rope, length))
+def rotary_cos_sin(rope: Rope, positions: Array) -> tuple[Array, Array]:
+    """Compute the rotary cosine and sine, float32 [T, R / 2], of a whole sequence.
+
+    Args:
+        rope: The rotary embedding.
+        positions: int32 [T], the positions 0 to T - 1 in any order.
+    """
+    frequencies = inverse_frequencies(rope, len(positions))
+    return _scaled_cos_sin(rope, positions.astype(jnp.float32)[:, None] * frequencies)
 
 
 def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: int) -> tuple[Array, Array]:

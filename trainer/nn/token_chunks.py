@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from trainer.models.chunk_sizes import chunk_length
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
+from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 TokenFunction = Callable[[Any, Any, Any], Any]
 
 
-def map_token_chunks(function: TokenFunction, x: Any, weights: Any, chunk_size: int, constants: Any = None) -> Any:
+def map_token_chunks(
+    function: TokenFunction, x: Any, weights: Any, chunk_size: int, constants: Any = None, *, num_shards: int = 1
+) -> Any:
     """Apply a function of single tokens to chunks of tokens (blockwise feed-forward, arXiv:2305.19370, section 3).
 
     The backward pass computes each chunk again, and sums the gradient of the weights in float32.
@@ -29,23 +31,27 @@ def map_token_chunks(function: TokenFunction, x: Any, weights: Any, chunk_size: 
             must not refer to other arrays.
         x: Tree of arrays [B, T, ...].
         weights: Tree of arrays that all tokens share.
-        chunk_size: Tokens per row of a chunk; -1 for all. T need not be a multiple.
+        chunk_size: Tokens of a device per row of a chunk; -1 for all. Their number need not be a multiple.
         constants: Tree of arrays [B or 1, T, ...] without gradients.
+        num_shards: Number of shards of T on the mesh; each chunk has tokens of every shard.
 
     Returns:
         Tree of arrays [B, T, ...].
     """
-    length = jax.tree.leaves(x)[0].shape[1]
+    length = jax.tree.leaves(x)[0].shape[1] // num_shards
     chunk_size = chunk_length(chunk_size, length)
     if chunk_size == length:
         return function(x, weights, constants)
-    split = partial(_pad_and_split, chunk_size=chunk_size)
+    padding = -length % chunk_size
+
+    def split(x: jax.Array) -> jax.Array:
+        return split_chunks(pad_tokens(x, padding, num_shards=num_shards), chunk_size, num_shards=num_shards)
+
+    def join(x: jax.Array) -> jax.Array:
+        return unpad_tokens(join_chunks(x, num_shards=num_shards), padding, num_shards=num_shards)
+
     chunks = _map_chunks(function, jax.tree.map(split, x), weights, jax.tree.map(split, constants))
-    return jax.tree.map(lambda array: join_chunks(array)[:, :length], chunks)
-
-
-def _pad_and_split(x: jax.Array, chunk_size: int) -> jax.Array:
-    return split_chunks(pad_tokens(x, -x.shape[1] % chunk_size), chunk_size)
+    return jax.tree.map(join, chunks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.distributed.sharding import UNSPLIT, ShardingContext
+from trainer.distributed.token_order import order_tokens
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
@@ -49,7 +50,7 @@ def encode(
 
     Args:
         params: Parameters of the model.
-        source_tokens: int32 [B, S].
+        source_tokens: int32 [B, S], in the `token_order` of the mesh.
         model: A model with an encoder.
         forward_config: Execution options.
         source_mask: bool [B, S], false for padding; None if no token is padding.
@@ -65,7 +66,7 @@ def encode(
     if arch_config is None:
         raise PrepError(f"{model.family.name} has no encoder", "it is a decoder-only model")
     params = computed_params(params, model, forward_config)
-    positions = jnp.arange(source_tokens.shape[1])
+    positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
     mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
     mask = _with_score_bias(mask, params[ENCODER], arch_config, forward_config)
     x = embed_tokens(params, source_tokens, model, forward_config)
@@ -119,7 +120,7 @@ def hidden_states(
 
     Args:
         params: Parameters of the model.
-        tokens: int32 [B, T].
+        tokens: int32 [B, T], in the `token_order` of the mesh.
         model: The model.
         forward_config: Execution options.
         encoder_output: Hidden states of the source; required if the model has an encoder.
@@ -129,18 +130,17 @@ def hidden_states(
         The LM head's input [B, T, D] in the dtype of the computation.
 
     Raises:
-        UsageError: The sequences exceed the learned positions of the model.
+        UsageError: The sequences exceed the learned positions of the model, or the mesh does not divide them.
     """
     arch_config, length = model.arch_config, tokens.shape[1]
     if arch_config.has_learned_positions and length > arch_config.max_positions:
         why = f"the model has {arch_config.max_positions} positions"
         raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
     params = computed_params(params, model, forward_config)
-    cos_sin = {rope: rotary_cos_sin(rope, length) for rope in arch_config.ropes}
-    x = embed_tokens(params, tokens, model, forward_config)
-    mask = causal_mask(length)
+    positions = order_tokens(jnp.arange(length), forward_config.sharding)
+    x, mask = embed_tokens(params, tokens, model, forward_config), causal_mask(positions)
     if dropout is not None:
-        dropout, positions = dropout.for_stack(Stack.DECODER), jnp.arange(length)
+        dropout = dropout.for_stack(Stack.DECODER)
         x = dropout.drop_embedding(x, positions)
         mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions))
     return run_decoder(
@@ -149,7 +149,7 @@ def hidden_states(
         model=model,
         forward_config=forward_config,
         mask=mask,
-        cos_sin_by_rope=cos_sin,
+        cos_sin_by_rope={rope: rotary_cos_sin(rope, positions) for rope in arch_config.ropes},
         encoder_output=encoder_output,
         dropout=dropout,
     )[0]
@@ -172,7 +172,7 @@ def embed_tokens(
         tokens: int32 [B, T].
         model: The model.
         forward_config: Execution options.
-        positions: int32 [B, T]; None for 0 to T - 1. Used only with learned positions.
+        positions: int32 [B, T]; None for the `token_order` of the mesh. Used only with learned positions.
 
     Returns:
         Token embeddings, plus learned position embeddings if the model has them.
@@ -184,7 +184,10 @@ def embed_tokens(
     x = _project(x, params, "project_in")
     if arch_config.has_learned_positions:
         offset, table = arch_config.position_offset, params["embed"]["positions"]
-        x = x + (table[offset : offset + tokens.shape[1]] if positions is None else table[offset + positions])
+        if positions is None:
+            x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
+        else:
+            x = x + table[offset + positions]
     return shard_residual(x, forward_config.sharding)
 
 
@@ -295,7 +298,7 @@ def compute_logits(
 
     Args:
         params: Parameters of the model.
-        tokens: int32 [B, T].
+        tokens: int32 [B, T], in the `token_order` of the mesh.
         model: The model.
         forward_config: Execution options.
         encoder_output: Hidden states of the source; required if the model has an encoder.
@@ -328,7 +331,8 @@ def loss_sums(
     Args:
         params: Parameters of the model.
         batch: `tokens` and `targets` int32 [B, T] and `weights` float32 [B, T], 0 for a token without a target. For
-            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding.
+            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. Columns are in the
+            `token_order` of the mesh.
         model: The model.
         forward_config: Execution options.
         loss_terms: Terms of the loss besides the cross entropy.

@@ -59,11 +59,13 @@ class Model(BaseModel):
         examples=["residuals"],
     )
     head_chunk_size: PositiveInt | Literal[-1] = Field(
-        default=512, description="tokens per row whose logits and loss are computed at a time; -1: all", examples=[512]
+        default=512,
+        description="tokens of a device per row whose logits and loss are computed at a time; -1: all",
+        examples=[512],
     )
     ffn_chunk_size: PositiveInt | Literal[-1] = Field(
         default=-1,
-        description="tokens per row whose projections and MLP are computed at a time; -1: all",
+        description="tokens of a device per row whose projections and MLP are computed at a time; -1: all",
         examples=[2048],
     )
     attention_kernel: Literal["auto", "reference", "blockwise", "cudnn", "pallas-splash"] = Field(
@@ -308,7 +310,8 @@ class Recipe(BaseModel):
     )
     mesh: str = Field(
         "-1,1,1",
-        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4`; one size may be -1: all remaining devices",
+        description="sizes `dp,fsdp,mp`, or names and sizes: `fsdp:64,mp:4,sp:2`; one size may be -1: all remaining "
+        "devices; sp splits the tokens of a sequence",
         examples=["1,8,1"],
     )
     rules: RuleTexts | None = Field(

@@ -1,4 +1,7 @@
-"""Batches from a dataset to devices; a process reads only the rows of its own devices."""
+"""Batches from a dataset to devices; a process reads only the rows of its own devices.
+
+On a mesh that splits the tokens of a row, all columns of a batch are in its `token_order`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from trainer.data.order import Int64Array
 from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.token_order import token_order
 
 TokenBatch = Mapping[str, Array]
 Index = tuple[slice, ...]
@@ -43,14 +47,16 @@ def load_batch(dataset: Dataset, rows: Int64Array, sharding: ShardingContext) ->
         sharding: The device mesh of the batch.
 
     Raises:
-        UsageError: The mesh does not divide the batch.
+        UsageError: The mesh does not divide the batch or its rows.
     """
     read_rows = lru_cache(maxsize=None)(lambda start, stop: dataset.get_batch(rows[start:stop]))
+    orders = {name: token_order(length, sharding) for name, (length, _) in dataset.columns.items()}
 
     def read_shard(name: str, index: Index | None) -> np.ndarray:
         row_slice, column_slice = index or (slice(None), slice(None))
         start, stop, _ = row_slice.indices(len(rows))
-        return read_rows(start, stop)[name][:, column_slice]
+        columns = column_slice if sharding.sequence_parallel_size == 1 else orders[name][column_slice]
+        return read_rows(start, stop)[name][:, columns]
 
     return {
         name: jax.make_array_from_callback(

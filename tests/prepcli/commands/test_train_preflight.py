@@ -70,6 +70,18 @@ def test_invalid_recipe_is_found_before_work(
 
 
 @pytest.mark.usefixtures("_reads_nothing")
+def test_length_that_sp_does_not_divide_is_found_before_work(capsys: pytest.CaptureFixture[str]):
+    sets = ("mesh=dp:2,sp:4", "model.attention_kernel=blockwise", "data.seq_length=12")
+    error = train_error(capsys, *(word for text in sets for word in ("--set", text)))
+    assert error == (
+        USAGE,
+        "`data.seq_length` is 12: 12 tokens cannot be split over sp 4",
+        "each device holds 2 equal blocks: 12 mod 8 = 4",
+        "a multiple of 8 tokens, or a mesh without sp",
+    )
+
+
+@pytest.mark.usefixtures("_reads_nothing")
 def test_invalid_eval_path_is_found_before_work(capsys: pytest.CaptureFixture[str]):
     Path("other.toml").write_text(RECIPE.replace("holdout = 0.1", 'eval_path = "empty.txt"'))
     Path("empty.txt").touch()
@@ -125,6 +137,17 @@ def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[s
     report, err = dry_run(capsys, "model.attention_kernel=blockwise", "model.q_chunk_size=4", "model.k_chunk_size=8")
     assert (report["attention_kernel"], report["memory"]["scores"]) == ("blockwise", 4 * 2 * 4 * 8 * 4)
     assert "attention blockwise (set by the recipe)" in err
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_kernel_of_whole_sequences_does_not_go_with_sp(capsys: pytest.CaptureFixture[str]):
+    error = train_error(capsys, "--set", "model.attention_kernel=reference", "--set", "mesh=sp:8")
+    assert error == (
+        USAGE,
+        "attention kernel `reference` cannot compute this model's attention",
+        "it does not support sequences split over devices",
+        '`model.attention_kernel = "auto"`',
+    )
 
 
 @pytest.mark.usefixtures("_reads_nothing")

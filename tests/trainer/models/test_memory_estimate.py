@@ -176,6 +176,21 @@ def test_offload_moves_inputs_of_layers_out_of_the_peak():
     assert kept.peak - offloaded.peak == inputs_nbytes
 
 
+@pytest.mark.parametrize(
+    ("mesh", "rows", "temp_mib"), [("sp:2", 1, 855), ("sp:4", 1, 520), ("fsdp:2,mp:2,sp:2", 2, 496)]
+)
+def test_ring_attention_splits_tokens_like_xla_plan(mesh: str, rows: int, temp_mib: int):
+    options = {"remat_policy": "nothing_saveable", "attention_tile": (512, 512), "ffn_chunk_size": 1024}
+    memory = estimate("llama", SMALL, mesh, micro_batch_size=rows, seq_length=32768, **options)
+    assert memory.activations / MIB == pytest.approx(temp_mib, rel=0.15)
+
+
+def test_tile_of_ring_attention_lies_in_one_block():
+    """Each of 4 devices has two blocks of 1,024 of 8,192 tokens."""
+    memory = estimate("llama", SMALL, "sp:4", seq_length=8192, attention_tile=(-1, -1))
+    assert memory.scores == 8 * 1024 * 1024 * 4
+
+
 def test_experts_need_rows_of_one_chunk_and_save_nothing():
     """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
     options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -125,8 +126,7 @@ def test_scaling_keeps_high_frequencies_stretches_low_ones(kind: str):
 
 
 def test_rotary_cos_sin_includes_attention_factor():
-    cosine, sine = rotary_cos_sin(
-        Rope(DIM, 1e4, POSITIONS, rope_type="yarn", factor=2.0, high_freq_factor=32.0, attention_factor=0.5), 3
-    )
+    rope = Rope(DIM, 1e4, POSITIONS, rope_type="yarn", factor=2.0, high_freq_factor=32.0, attention_factor=0.5)
+    cosine, sine = rotary_cos_sin(rope, jnp.arange(3))
     assert cosine.shape == sine.shape == (3, DIM // 2)
     np.testing.assert_allclose(cosine**2 + sine**2, 0.25, rtol=1e-6)

@@ -54,7 +54,7 @@ def attend(
     x: np.ndarray | jax.Array, weights: dict[str, Any], window: int, cos_sin: CosSin | None = None, scale: float = 0.5
 ) -> jax.Array:
     """Compute causal self-attention."""
-    mask = dataclasses.replace(causal_mask(T), window=window, cos_sin=cos_sin)
+    mask = dataclasses.replace(causal_mask(jnp.arange(T)), window=window, cos_sin=cos_sin)
     return attention(jnp.asarray(x), weights, LayerContext(make_arch(scale), mask))[0]
 
 
@@ -102,10 +102,10 @@ def test_rotary_attention_depends_on_distances_only():
     """A shift of all positions changes nothing, but the rotation itself does."""
     weights = random_weights(2, 2, False)
     x = np.random.default_rng(2).standard_normal((1, T, D)).astype(np.float32)
-    cos_sin = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), T)
+    cos_sin = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T))
     unrotated = attend(x, weights, FULL_ATTENTION)
     rotated = attend(x, weights, FULL_ATTENTION, cos_sin)
-    cosine, sine = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), T + 3)
+    cosine, sine = rotary_cos_sin(Rope(HEAD_DIM, 10.0, T), jnp.arange(T + 3))
     shifted = attend(x, weights, FULL_ATTENTION, (cosine[3:], sine[3:]))
     np.testing.assert_allclose(shifted, rotated, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(rotated[:, 0], unrotated[:, 0], rtol=1e-5)

@@ -60,7 +60,7 @@ def test_left_padded_row_matches_shorter_sequence():
     start_slots = np.array([[0], [2]])
     positions = jnp.arange(T) - start_slots
     padded = attend_with_mask(jnp.asarray(X), AttentionMask(positions, positions, kv_valid=positions >= 0))
-    short = attention(jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(T - 2)))[0]
+    short = attention(jnp.asarray(X[1:, 2:]), WEIGHTS, LayerContext(make_arch(), causal_mask(jnp.arange(T - 2))))[0]
     np.testing.assert_allclose(padded[0], attend(X, WEIGHTS, FULL_ATTENTION)[0], atol=1e-5)
     np.testing.assert_allclose(padded[1, 2:], short[0], atol=1e-5)
     assert np.isfinite(padded).all(), "a query without visible keys must be finite"

@@ -57,7 +57,7 @@ def sharding_with_rules(mesh: str, *rules: str) -> ExpertSharding:
 def test_axes_that_stay_split(rules: tuple[str, ...], up_axes: tuple[MeshAxes, ...], gathers: bool):
     """A stack of experts that is split like the tokens is gathered before the layer."""
     shards = sharding_with_rules("1,2,4", *rules)
-    assert shards.batch_axes == ("fsdp",)
+    assert shards.token_axes == ("fsdp",)
     assert shards.weight_axes["up"] == up_axes
     assert shards.weight_axes["down"] == (up_axes[0], up_axes[2], up_axes[1])
     assert shards.gathers_experts == gathers
@@ -65,7 +65,7 @@ def test_axes_that_stay_split(rules: tuple[str, ...], up_axes: tuple[MeshAxes, .
 
 def test_experts_on_one_device_are_not_split():
     shards = ExpertSharding()
-    assert (shards.batch_axes, shards.num_expert_shards, shards.gathers_experts) == ((), 1, False)
+    assert (shards.token_axes, shards.num_expert_shards, shards.gathers_experts) == ((), 1, False)
 
 
 def test_number_of_expert_shards():

@@ -40,6 +40,17 @@ def test_chunks_change_neither_output_nor_gradients(chunk_size: int):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients, expected)
 
 
+def test_chunks_have_tokens_of_every_shard():
+    """6 tokens in 2 shards: the chunks are tokens 0, 1, 3, 4 and tokens 2 and 5, each with one token of padding."""
+    x = jnp.arange(1.0, 7).reshape(1, 6, 1)
+
+    def add_sum_of_chunk(chunk: Array, weights: None, constants: None) -> Array:
+        return chunk + 100 * chunk.sum(1, keepdims=True)
+
+    output = map_token_chunks(add_sum_of_chunk, x, None, 2, num_shards=2)
+    assert output[0, :, 0].tolist() == [1201, 1202, 903, 1204, 1205, 906]
+
+
 def test_gradients_of_bfloat16_weights_are_summed_in_float32():
     """4,096 equal terms: a sum in bfloat16 stops growing at 256 of them."""
     x, weight = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.bfloat16)

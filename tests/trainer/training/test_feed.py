@@ -7,14 +7,15 @@ import pytest
 
 from tests.helpers import runs
 from trainer.data.order import SampleOrder, eval_batches
+from trainer.data.packing import PackedDataset
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
-from trainer.models import partition
 from trainer.models.errors import PrepError
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import feed
 
 
-@pytest.mark.parametrize("mesh", ["", "2,2,2", "fsdp:2,mp:2,sp:2"])
+@pytest.mark.parametrize("mesh", ["", "2,2,2", "dp:2,mp:4"])
 def test_load_batch_returns_rows_of_step(mesh: str):
     job = runs.make_job(runs.make_setup(mesh=mesh))
     expected = job.train.get_batch(job.order.rows(3))
@@ -45,14 +46,24 @@ def test_load_batch_returns_source_and_target_of_step(mesh: str):
     assert not np.asarray(last["present"])[4:].any()
 
 
-def test_load_batch_splits_tokens_over_sp(monkeypatch: pytest.MonkeyPatch):
-    rules = {**partition.ACTIVATION_RULES, "seq": (("sp",),)}
-    monkeypatch.setattr(partition, "ACTIVATION_RULES", rules)
-    job = runs.make_job(runs.make_setup(mesh="fsdp:2,sp:4"))
+def test_load_batch_gives_each_device_of_sp_two_blocks_of_each_row():
+    setup = runs.make_setup(mesh="fsdp:2,sp:4", attention_options=AttentionOptions("blockwise"))
+    job = runs.make_job(setup)
     expected = job.train.get_batch(job.order.rows(0))
-    for name, array in feed.load_batch(job.train, job.order.rows(0), job.setup.sharding).items():
-        assert array.addressable_shards[0].data.shape == (4, runs.LENGTH // 4)
-        np.testing.assert_array_equal(array, expected[name])
+    blocks = [(0, 7), (1, 6), (2, 5), (3, 4)]  # of 8 blocks of 2 tokens
+    for name, array in feed.load_batch(job.train, job.order.rows(0), setup.sharding).items():
+        for shard in array.addressable_shards:
+            rows, columns = shard.index
+            first, second = blocks[(columns.start or 0) // 4]
+            positions = [2 * first, 2 * first + 1, 2 * second, 2 * second + 1]
+            np.testing.assert_array_equal(shard.data, expected[name][rows][:, positions])
+
+
+def test_load_batch_rejects_rows_that_sp_does_not_divide():
+    setup = runs.make_setup(mesh="dp:2,sp:4", attention_options=AttentionOptions("blockwise"))
+    tokens = MappedTokens(np.arange(40, dtype="<u2"), np.array([40], "<u8"), "x", 20)
+    with pytest.raises(PrepError, match=r"20 tokens cannot be split over sp 4.*20 mod 8 = 4.*a multiple of 8 tokens"):
+        feed.load_batch(PackedDataset(tokens, first_row=0, n_rows=2), np.arange(2), setup.sharding)
 
 
 def test_batch_shapes_reject_indivisible_batch():

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.models.errors import PrepError
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.checkpoint import restore_state
 from trainer.training.loop import Job, Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
@@ -109,6 +110,19 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
     other_setup = runs.make_setup(mesh="2,4,1", dropout=runs.DROPOUT)
     second = FinishedRun(tmp_path, runs.make_job(other_setup, steps=STEPS), first.store)
     np.testing.assert_allclose(second.losses(), uninterrupted.losses(), rtol=1e-5)
+
+
+def test_loop_resumes_bit_exactly_where_sp_splits_tokens(uninterrupted: FinishedRun, tmp_path: Path):
+    """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
+    options = {"attention_options": AttentionOptions("blockwise", 2, 3), "ffn_chunk_size": 3}
+    setup = runs.make_setup(mesh="fsdp:2,mp:2,sp:2", **options)
+    whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
+    np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)
+    (evaluation,), (expected,) = whole.callbacks.evaluations, uninterrupted.callbacks.evaluations
+    assert evaluation["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    first = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS, stop_after=7))
+    second = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS), first.store)
+    assert runs.state_bytes(second.loop.state) == runs.state_bytes(whole.loop.state)
 
 
 def test_loop_logs_steps_after_last_checkpoint_again(setup: runs.StepSetup, uninterrupted: FinishedRun, tmp_path: Path):

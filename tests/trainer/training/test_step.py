@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec
 
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.training import feed
 from trainer.training.step import StepSetup, TrainState, find_param_path, state_shapes, train_step
 
 STEPS = 20
+RING = AttentionOptions("blockwise", 2, 3)
 
 
 def train_losses(setup: StepSetup, steps: int = STEPS) -> tuple[np.ndarray, TrainState]:
@@ -52,11 +54,12 @@ def test_train_step_decreases_loss(one_device_losses: np.ndarray):
             ("1,2,4", 1, {}),
             ("1,2,4", 4, {"remat_policy": "nothing_saveable"}),
             ("2,2,2", 2, {"scan_layers": False}),
-            ("fsdp:2,mp:2,sp:2", 1, {}),
+            ("fsdp:2,mp:2,sp:2", 1, {"attention_options": RING, "ffn_chunk_size": 3}),
+            ("dp:2,sp:4", 2, {"attention_options": RING, "remat_policy": "nothing_saveable", "scan_layers": False}),
             ("", 4, {}),
             ("2,2,2", 2, {"rules": ("heads=dp", "mlp=dp+fsdp", "embed=mp", "vocab=none")}),
         ],
-        lambda case: case[0] == "fsdp:2,mp:2,sp:2",  # test_loop accumulates gradients on a mesh
+        lambda case: case[0] == "2,2,2" and case[1] == 2 and "rules" in case[2],  # test_loop has the usual meshes
     ),
 )
 def test_losses_do_not_depend_on_mesh_or_micro_batches(

@@ -19,6 +19,7 @@ from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.pallas_splash import splash_attention
 from trainer.nn.kernels.per_device import attend_per_device
 from trainer.nn.kernels.reference import reference_attention
+from trainer.nn.kernels.ring import ring_attention
 
 AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
 KERNELS: Mapping[str, AttentionKernel] = {
@@ -55,6 +56,8 @@ def attend(
         UsageError: The kernel does not support the mask or the scores.
     """
     check_call(options.spec, q, kv, arch_config=arch_config, mask=mask)
+    if sharding.sequence_parallel_size > 1:
+        return ring_attention(q, kv, arch_config, mask, options, sharding=sharding)
     kernel = KERNELS[options.kernel]
     if options.spec.runs_per_device:
         return attend_per_device(kernel, q, kv, arch_config=arch_config, mask=mask, options=options, sharding=sharding)

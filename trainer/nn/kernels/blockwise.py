@@ -4,6 +4,9 @@ The forward pass is FlashAttention's online softmax (arXiv:2205.14135, algorithm
 query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). Both passes
 skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in float32.
 
+Within the loops tiles are head-major: each product then multiplies contiguous matrices, and transposes at most the
+smaller operand or the result.
+
 Dropout multiplies the probabilities P by a mask M of elements 0 or 1 / (1 - rate): the output is O = (P * M) V. The
 forward pass applies M to the weights of the values, not to the normalizer. With dA = dO V^T, the gradient of P * M, the
 gradient of the scores is P * (dA * M - r) with r = sum_s P * (dA * M) = sum_s (P * M) * dA. For each query this is
@@ -16,7 +19,6 @@ N tiles of queries or keys, t queries and s keys of a tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,54 +26,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import ShardingContext
-from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, RelativePositionBias
+from trainer.models.architecture import NO_SOFTCAP, ArchConfig
 from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.dropout import AttentionDropout, QueryDropout
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
 from trainer.nn.score_bias import ScoreBias
-from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
+from trainer.nn.token_axis import join_chunks, split_chunks
 
 LOWEST = -1e30  # initial maximum of the scores of a query; finite, so that no difference is nan
-FAR = 1 << 30  # beyond all positions
-Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments match no real segment
-
-
-@dataclass(frozen=True, slots=True)
-class _TileConfig:
-    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys."""
-
-    q_size: int
-    kv_size: int
-    scale: float
-    softcap: float
-    window: int
-    is_causal: bool
-    bias_config: RelativePositionBias | None
-    sharding: ShardingContext
-
-
-class _Labels(NamedTuple):
-    """Positions and segments of queries or keys, which keys are valid, and the dropout of queries.
-
-    All are arrays [B or 1, T or S], or [B, T, H] in the dropout, or None.
-    """
-
-    positions: Array | None = None
-    segment_ids: Array | None = None
-    valid: Array | None = None
-    dropout: QueryDropout | None = None
-
-
-class _Constants(NamedTuple):
-    """The inputs without a gradient."""
-
-    q_labels: _Labels
-    kv_labels: _Labels
-    score_scale: Array  # float32 []
-    dropout: AttentionDropout | None
 
 
 class _SoftmaxState(NamedTuple):
@@ -88,17 +52,17 @@ class _SoftmaxState(NamedTuple):
     normalizer: Array
 
 
-class _Saved(NamedTuple):
+class Residuals(NamedTuple):
     """Residuals of the forward pass: q and output [B, T, K, G, E], k and v [B, S, K, E], both padded to whole tiles.
 
-    `log_normalizer` [N, B, K, G, t] is the log-sum-exp of the scores.
+    `log_normalizer` [B, T, K, G] is the log-sum-exp of the scores over all keys.
     """
 
     q: Array
     k: Array
     v: Array
     bias_table: Array | None
-    constants: _Constants
+    constants: Constants
     output: Array
     log_normalizer: Array
 
@@ -118,75 +82,38 @@ def blockwise_attention(
     Returns:
         [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
     """
-    b, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads = kv.keys.shape[1:3]
-    config = _TileConfig(
-        q_size=chunk_length(options.q_chunk_size, num_queries),
-        kv_size=chunk_length(options.k_chunk_size, num_keys),
-        scale=arch_config.attn_scale,
-        softcap=arch_config.attn_logit_softcap,
-        window=mask.window,
-        is_causal=mask.is_causal,
-        bias_config=None if mask.bias is None else mask.bias.config,
-        sharding=ShardingContext() if mask.bias is None else mask.bias.sharding,
+    config = tile_config(
+        arch_config,
+        mask,
+        q_size=chunk_length(options.q_chunk_size, q.shape[1]),
+        kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1]),
     )
-    q_padding, kv_padding = -num_queries % config.q_size, -num_keys % config.kv_size
-    valid = jnp.ones((1, num_keys), bool) if mask.kv_valid is None else mask.kv_valid
-    constants = _Constants(
-        _pad_labels(_Labels(mask.q_positions, mask.q_segment_ids), q_padding, Q_PADDING),
-        _pad_labels(_Labels(mask.kv_positions, mask.kv_segment_ids, valid), kv_padding, KV_PADDING),
-        jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
-        mask.dropout,
-    )
-    grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    output = _attend(
-        config,
-        pad_tokens(grouped_q, q_padding),
-        pad_tokens(kv.keys, kv_padding),
-        pad_tokens(kv.values, kv_padding),
-        None if mask.bias is None else mask.bias.table,
-        constants,
-    )
-    return output[:, :num_queries].reshape(b, num_queries, num_heads, head_dim)
-
-
-def _pad_labels(labels: _Labels, count: int, padding_id: int) -> _Labels:
-    """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
-    return _Labels(
-        _pad_label(labels.positions, count, padding_id),
-        _pad_label(labels.segment_ids, count, padding_id),
-        _pad_label(labels.valid, count, False),
-    )
-
-
-def _pad_label(label: Array | None, count: int, fill: int | bool) -> Array | None:
-    """Return a label as [B or 1, T], with padding."""
-    return None if label is None else pad_tokens(label if label.ndim == 2 else label[None], count, fill)
+    return attend_in_tiles(partial(_attend, config), q, kv, mask, config)
 
 
 def _attend_tiles(
-    config: _TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: _Constants
+    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
 ) -> Array:
     """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; T and S are multiples of the tile sizes."""
-    return _forward(config, q, k, v, bias_table, constants)[0]
+    return forward(config, q, k, v, bias_table, constants)[0]
 
 
-def _forward(
-    config: _TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: _Constants
-) -> tuple[Array, _Saved]:
+def forward(
+    config: TileConfig, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+) -> tuple[Array, Residuals]:
+    """Compute the output [B, T, K, G, E], and the residuals of the backward pass."""
     # Without the barrier a scan over layers would compute the masks of all tiles once, and keep them: [T, S] in memory.
     tiled_q, labels = lax.optimization_barrier((q, constants))
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
-    kv_tiles = jax.tree.map(cut_kv, (k, v, labels.kv_labels))
+    kv_tiles = *map(_head_major, map(cut_kv, (k, v))), jax.tree.map(cut_kv, labels.kv_labels)
 
-    def run_q_tile(_: None, q_tile: tuple[Array, _Labels]) -> tuple[None, tuple[Array, Array]]:
-        queries, q_labels = q_tile
-        b, t, num_kv_heads, group, head_dim = queries.shape
-        maximum = jnp.full((b, num_kv_heads, group, t), LOWEST, jnp.float32)
-        state = _SoftmaxState(jnp.zeros((*maximum.shape, head_dim), jnp.float32), maximum, jnp.zeros_like(maximum))
+    def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
+        queries, q_labels = _head_major(q_tile[0], 1), q_tile[1]
+        maximum = jnp.full(queries.shape[:-1], LOWEST, jnp.float32)
+        state = _SoftmaxState(jnp.zeros(queries.shape, jnp.float32), maximum, jnp.zeros_like(maximum))
 
-        def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, _Labels]) -> tuple[_SoftmaxState, None]:
+        def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, Labels]) -> tuple[_SoftmaxState, None]:
             keys, values, kv_labels = kv_tile
 
             def update(state: _SoftmaxState) -> _SoftmaxState:
@@ -194,36 +121,36 @@ def _forward(
                 scores, _ = _masked_scores(config, queries, keys, bias_table, mask)
                 return _update_softmax(state, scores, values, partial(_drop, q_labels, kv_labels))
 
-            return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
+            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, state), None
 
         state, _ = lax.scan(run_kv_tile, state, kv_tiles)
         normalizer = jnp.where(state.normalizer == 0, 1.0, state.normalizer)
-        output = jnp.moveaxis(state.weighted_sum / normalizer[..., None], 3, 1).astype(v.dtype)
-        return None, (output, state.maximum + jnp.log(normalizer))
+        output = (state.weighted_sum / normalizer[..., None]).astype(jnp.float32 if config.is_partial else v.dtype)
+        log_normalizer = state.maximum + jnp.log(normalizer)
+        return None, (jnp.moveaxis(output, 3, 1), jnp.moveaxis(log_normalizer, 3, 1))
 
-    _, (output_tiles, log_normalizer) = lax.scan(run_q_tile, None, q_tiles)
-    output = name_activation(join_chunks(output_tiles), "attention_output")
-    log_normalizer = name_activation(log_normalizer, "attention_output")
-    return output, _Saved(q, k, v, bias_table, constants, output, log_normalizer)
+    _, tiles = lax.scan(run_q_tile, None, q_tiles)
+    output, log_normalizer = (name_activation(join_chunks(array), "attention_output") for array in tiles)
+    return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
 
 
 def _update_softmax(
     state: _SoftmaxState, scores: Array, values: Array, drop: Callable[[Array], Array]
 ) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, s, K, E]; `drop` applies dropout to weights."""
+    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]; `drop` applies dropout to weights."""
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
     kept = drop(weights).astype(values.dtype)
     return _SoftmaxState(
-        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bske->bkgte", kept, values),
+        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bkse->bkgte", kept, values),
         maximum,
         state.normalizer * rescale + weights.sum(-1),
     )
 
 
 class _Gradients(NamedTuple):
-    """Float32 gradients: q [B, t, K, G, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
+    """Float32 gradients: q [B, K, G, t, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
 
     q: Array
     k_tiles: Array
@@ -231,17 +158,20 @@ class _Gradients(NamedTuple):
     bias_table: Array | None
 
 
-def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tuple[Any, ...]:
+def backward(config: TileConfig, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+    """Compute the gradients of q, k, v and the bias table, and None for the constants."""
     output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
     row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
-    q_tiles = (*jax.tree.map(cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots)), saved.log_normalizer)
-    kv_tiles = jax.tree.map(cut_kv, (saved.k, saved.v, labels.kv_labels))
-    num_kv_tiles = len(kv_tiles[0])
+    q_tiles = jax.tree.map(cut_q, (saved.q, _q_labels(labels), output_gradient, row_dots, saved.log_normalizer))
+    k_tiles, v_tiles = map(cut_kv, (saved.k, saved.v))
+    kv_tiles = _head_major(k_tiles), _head_major(v_tiles), jax.tree.map(cut_kv, labels.kv_labels)
+    dtype = jnp.float32 if config.is_partial else saved.q.dtype
 
     def run_q_tile(sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]) -> tuple[Any, Array]:
         queries, q_labels, d_output, row_dot, log_normalizer = q_tile
-        row_dot = jnp.moveaxis(row_dot, 1, 3)[..., None]  # [B, K, G, t, 1]
+        queries, d_output = _head_major(queries, 1), _head_major(d_output, 1)
+        row_dot, log_normalizer = (_head_major(array[..., None], 1) for array in (row_dot, log_normalizer))
 
         def run_kv_tile(index: Array, gradients: _Gradients) -> _Gradients:
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
@@ -249,39 +179,45 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
             def update(gradients: _Gradients) -> _Gradients:
                 mask = _tile_mask(config, labels, q_labels, kv_labels)
                 scores, d_scores_d_dots = _masked_scores(config, queries, keys, saved.bias_table, mask)
-                probabilities = jnp.exp(scores - log_normalizer[..., None])
+                probabilities = jnp.exp(scores - log_normalizer)
                 drop = partial(_drop, q_labels, kv_labels)
-                d_probabilities = drop(_einsum("btkge,bske->bkgts", d_output, values))
+                d_probabilities = drop(_einsum("bkgte,bkse->bkgts", d_output, values))
                 d_scores = probabilities * (d_probabilities - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
-                d_values = _einsum("bkgts,btkge->bske", drop(probabilities).astype(d_output.dtype), d_output)
+                d_values = _einsum("bkgte,bkgts->bske", d_output, drop(probabilities).astype(d_output.dtype))
                 return _Gradients(
-                    gradients.q + _einsum("bkgts,bske->btkge", d_dots, keys),
-                    gradients.k_tiles.at[index].add(_einsum("bkgts,btkge->bske", d_dots, queries)),
+                    gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
+                    gradients.k_tiles.at[index].add(_einsum("bkgte,bkgts->bske", queries, d_dots)),
                     gradients.v_tiles.at[index].add(d_values),
                     _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, mask),
                 )
 
-            return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
+            return lax.cond(has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
 
         initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
-        gradients = lax.fori_loop(0, num_kv_tiles, run_kv_tile, initial)
-        return gradients[1:], gradients.q.astype(queries.dtype)
+        gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
+        return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(dtype)
 
-    zeros = jnp.zeros(kv_tiles[0].shape, jnp.float32)
+    zeros = jnp.zeros(k_tiles.shape, jnp.float32)
     table_zeros = None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
-    (k_tiles, v_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
-    d_table = None if saved.bias_table is None else d_table.astype(saved.bias_table.dtype)
-    dk, dv = join_chunks(k_tiles).astype(saved.k.dtype), join_chunks(v_tiles).astype(saved.v.dtype)
+    (*dkv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
+    if saved.bias_table is not None and not config.is_partial:
+        d_table = d_table.astype(saved.bias_table.dtype)
+    dk, dv = (join_chunks(tiles).astype(dtype) for tiles in dkv_tiles)
     return join_chunks(dq_tiles), dk, dv, d_table, None
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(forward, backward)
+
+
+def _head_major(x: Array, token_axis: int = 2) -> Array:
+    """Move the token axis before the last one: [N, B, s, K, E] to [N, B, K, s, E], or [B, t, K, G, E] with axis 1."""
+    return jnp.moveaxis(x, token_axis, -2)
 
 
 def _masked_scores(
-    config: _TileConfig, queries: Array, keys: Array, bias_table: Array | None, mask: AttentionMask
+    config: TileConfig, queries: Array, keys: Array, bias_table: Array | None, mask: AttentionMask
 ) -> tuple[Array, Array]:
     """Compute the scores of a tile, float32 [B, K, G, t, s], and their derivative by the dot products of q and k.
 
@@ -289,7 +225,7 @@ def _masked_scores(
     """
     assert mask.layer_score_scale is not None
     scale = config.scale * mask.layer_score_scale
-    scores = _einsum("btkge,bske->bkgts", queries, keys) * scale
+    scores = _einsum("bkgte,bkse->bkgts", queries, keys) * scale
     derivative = scale
     if config.softcap != NO_SOFTCAP:
         ratio = jnp.tanh(scores / config.softcap)
@@ -301,7 +237,7 @@ def _masked_scores(
     return scores, derivative
 
 
-def _tile_mask(config: _TileConfig, constants: _Constants, q_labels: _Labels, kv_labels: _Labels) -> AttentionMask:
+def _tile_mask(config: TileConfig, constants: Constants, q_labels: Labels, kv_labels: Labels) -> AttentionMask:
     """Return the mask of a tile; its rule of visible keys is the one of whole sequences."""
     return AttentionMask(
         q_positions=q_labels.positions,
@@ -315,7 +251,7 @@ def _tile_mask(config: _TileConfig, constants: _Constants, q_labels: _Labels, kv
     )
 
 
-def _q_labels(constants: _Constants) -> _Labels:
+def _q_labels(constants: Constants) -> Labels:
     """Return the labels of the queries with their dropout, whose keys are derived once for all tiles."""
     labels, dropout = constants.q_labels, constants.dropout
     if dropout is None:
@@ -324,7 +260,7 @@ def _q_labels(constants: _Constants) -> _Labels:
     return labels._replace(dropout=dropout.for_queries(labels.positions))
 
 
-def _drop(q_labels: _Labels, kv_labels: _Labels, x: Array) -> Array:
+def _drop(q_labels: Labels, kv_labels: Labels, x: Array) -> Array:
     """Drop elements of the probabilities of a tile [B, K, G, t, s], and scale the rest."""
     if q_labels.dropout is None:
         return x
@@ -332,7 +268,7 @@ def _drop(q_labels: _Labels, kv_labels: _Labels, x: Array) -> Array:
     return q_labels.dropout.apply(x, kv_labels.positions)
 
 
-def _tile_bias(config: _TileConfig, bias_table: Array, mask: AttentionMask) -> Array:
+def _tile_bias(config: TileConfig, bias_table: Array, mask: AttentionMask) -> Array:
     """Compute the score bias of a tile [B or 1, H, t, s]."""
     assert config.bias_config is not None
     assert mask.q_positions is not None
@@ -342,7 +278,7 @@ def _tile_bias(config: _TileConfig, bias_table: Array, mask: AttentionMask) -> A
 
 
 def _add_bias_gradient(
-    gradient: Array | None, config: _TileConfig, bias_table: Array | None, d_scores: Array, mask: AttentionMask
+    gradient: Array | None, config: TileConfig, bias_table: Array | None, d_scores: Array, mask: AttentionMask
 ) -> Array | None:
     """Add the gradient of a tile's scores [B, K, G, t, s] to the one of the bias table."""
     if bias_table is None or gradient is None:
@@ -351,22 +287,6 @@ def _add_bias_gradient(
     d_bias = d_scores.reshape(d_scores.shape[0], -1, *d_scores.shape[3:])  # [B, H, t, s]
     d_bias = d_bias.sum(0, keepdims=True) if bias.shape[0] == 1 else d_bias
     return gradient + pullback(d_bias)[0]
-
-
-def _has_visible(config: _TileConfig, q_labels: _Labels, kv_labels: _Labels) -> Array:
-    """Return whether a tile may have a visible key, bool []; false only if it has none."""
-    assert kv_labels.valid is not None
-    visible = kv_labels.valid.any()
-    if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:
-        first_key = jnp.where(kv_labels.valid, kv_labels.positions, FAR).min()
-        visible &= q_labels.positions.max() >= first_key
-        if config.window != FULL_ATTENTION:
-            last_key = jnp.where(kv_labels.valid, kv_labels.positions, -FAR).max()
-            visible &= q_labels.positions.min() - last_key < config.window
-    if q_labels.segment_ids is not None and kv_labels.segment_ids is not None:
-        visible &= q_labels.segment_ids.max() >= kv_labels.segment_ids.min()
-        visible &= q_labels.segment_ids.min() <= kv_labels.segment_ids.max()
-    return visible
 
 
 def _einsum(subscripts: str, a: Array, b: Array) -> Array:

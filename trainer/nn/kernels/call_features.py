@@ -41,6 +41,8 @@ def _features(q: Array, kv: KV, *, arch_config: ArchConfig, mask: AttentionMask)
         yield Feature.KEY_PADDING
     if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
         yield Feature.SEGMENTS
+    if mask.dropout is not None:
+        yield Feature.DROPOUT
     if mask.bias is not None:
         yield Feature.SCORE_BIAS
     if mask.layer_score_scale is not None:

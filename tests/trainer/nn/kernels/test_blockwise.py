@@ -40,7 +40,7 @@ class Draw:
     options: AttentionOptions
 
 
-def draw_problem(seed: int) -> Draw:
+def draw_problem(seed: int, length_multiple: int = 1) -> Draw:
     """Draw shapes, mask, tile sizes, softcap and bias."""
     rng = np.random.default_rng(seed)
     num_rows, num_queries, num_kv_heads, group, head_dim = (
@@ -48,6 +48,7 @@ def draw_problem(seed: int) -> Draw:
     )
     is_causal = bool(rng.integers(2))
     num_keys = num_queries if is_causal else int(rng.integers(1, 24))
+    num_queries, num_keys = (-(-length // length_multiple) * length_multiple for length in (num_queries, num_keys))
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)

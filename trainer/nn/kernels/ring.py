@@ -1,0 +1,234 @@
+"""Ring attention: blockwise attention over tokens that the mesh splits (arXiv:2310.01889).
+
+Queries stay on their device. Keys and values visit all devices of the axes that split tokens, one hop at a time, with
+their labels, so that any order of the tokens is exact. Each device merges the outputs of its queries over the shards of
+keys by their log-sum-exp. In the backward pass the gradients of keys and values follow them, and one more hop takes
+them home. No hop waits for the attention to the shard that is there, so that the two may overlap.
+
+Axes as in `blockwise`; in functions of one device B, T, S and K count its rows, tokens and heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import ArchConfig
+from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
+from trainer.models.mesh import MeshAxes
+from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.dropout import AttentionDropout
+from trainer.nn.kernels import blockwise
+from trainer.nn.kernels.blockwise import LOWEST, Residuals
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
+from trainer.nn.random_bits import RandomKey
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """The devices of a call: the mesh, and the axes that split rows, tokens and heads."""
+
+    device_mesh: jax.sharding.Mesh
+    row_axes: MeshAxes
+    token_axes: MeshAxes
+    head_axes: MeshAxes
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the tokens of a row."""
+        return math.prod(self.device_mesh.shape[axis] for axis in self.token_axes)
+
+    def specs(self, constants: Constants) -> Residuals:
+        """Return the shardings of the inputs and outputs of the forward pass."""
+        tokens = PartitionSpec(self.row_axes, self.token_axes, self.head_axes)
+        table = PartitionSpec(None, self.head_axes)
+
+        def label_spec(label: Array) -> PartitionSpec:
+            return PartitionSpec(self.row_axes if label.shape[0] > 1 else None, self.token_axes)
+
+        q_labels, kv_labels = jax.tree.map(label_spec, (constants.q_labels, constants.kv_labels))
+        scale: Any = PartitionSpec()
+        labels = Constants(q_labels, kv_labels, scale, self._dropout_specs(constants.dropout))
+        specs: Any = (tokens, tokens, tokens, table, labels, tokens, tokens)
+        return Residuals(*specs)
+
+    def _dropout_specs(self, dropout: AttentionDropout | None) -> AttentionDropout | None:
+        rows: Any = PartitionSpec(self.row_axes)
+        heads: Any = PartitionSpec(self.head_axes)
+        return dropout and dataclasses.replace(dropout, row_keys=RandomKey(rows, rows), head_ids=heads)
+
+    def map_devices(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Return `function` with each device's shards as its arguments and results."""
+        return jax.shard_map(function, mesh=self.device_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def hop(self, tree: Any) -> Any:
+        """Send arrays to the next device of the ring, and receive those of the previous one."""
+        pairs = [(shard, (shard + 1) % self.num_shards) for shard in range(self.num_shards)]
+        return jax.tree.map(lambda array: lax.ppermute(array, self.token_axes, pairs), tree)
+
+    def sum_shards(self, x: Array) -> Array:
+        """Add arrays over all devices with other tokens."""
+        return lax.psum(x, self.row_axes + self.token_axes)
+
+
+class _Shard(NamedTuple):
+    """Keys and values [B, S, K, E] of one device, with their labels."""
+
+    k: Array
+    v: Array
+    labels: Labels
+
+
+class _PartialOutput(NamedTuple):
+    """Attention to the keys so far: output [B, T, K, G, E] and log-sum-exp of scores [B, T, K, G], float32."""
+
+    output: Array
+    log_normalizer: Array
+
+
+class _Gradients(NamedTuple):
+    """Float32 gradients: q from the keys so far, k and v from the queries so far, the bias table from both."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias_table: Array | None
+
+
+def ring_attention(
+    q: Array,
+    kv: KV,
+    arch_config: ArchConfig,
+    mask: AttentionMask,
+    options: AttentionOptions,
+    *,
+    sharding: ShardingContext,
+) -> Array:
+    """Compute softmax(q k^T * scale) v of queries and keys that the mesh splits along tokens.
+
+    Args:
+        q: Queries [B, T, H, E].
+        kv: Keys and values [B, S, K, E]; K divides H, and the mesh splits both alike.
+        arch_config: `attn_scale` and `attn_logit_softcap`.
+        mask: Visible keys, score bias, dropout and the layer's score scale.
+        options: Sizes of tiles; larger tiles than a block of `token_order` would have keys that no query sees.
+        sharding: The device mesh and its rules; its number of token shards divides T and S.
+
+    Returns:
+        [B, T, H, E] in the dtype of the values. The output of a query without visible keys is 0.
+    """
+    assert sharding.device_mesh is not None
+    row_axes, token_axes, head_axes, _ = sharding.activation_axes(kv.keys.shape, "batch", "seq", "heads", "head_dim")
+    ring = _Ring(sharding.device_mesh, row_axes, token_axes, head_axes)
+    num_blocks = RING_BLOCKS * ring.num_shards
+    config = tile_config(
+        arch_config,
+        mask,
+        q_size=chunk_length(options.q_chunk_size, q.shape[1] // num_blocks),
+        kv_size=chunk_length(options.k_chunk_size, kv.keys.shape[1] // num_blocks),
+    )
+    config = dataclasses.replace(config, sharding=ShardingContext(), is_partial=True)
+    return attend_in_tiles(partial(_attend, config, ring), q, kv, mask, config, num_shards=ring.num_shards)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+) -> Array:
+    """Attend from q [B, T, K, G, E] to k and v [B, S, K, E]; each shard has whole tiles."""
+    return _forward(config, ring, q, k, v, bias_table, constants)[0]
+
+
+def _forward(
+    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+) -> tuple[Array, Residuals]:
+    specs = ring.specs(constants)
+    run = ring.map_devices(partial(_local_forward, config, ring), tuple(specs[:5]), tuple(specs[5:]))
+    output, log_normalizer = run(q, k, v, bias_table, constants)
+    return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
+
+
+def _local_forward(
+    config: TileConfig, ring: _Ring, q: Array, k: Array, v: Array, bias_table: Array | None, constants: Constants
+) -> tuple[Array, Array]:
+    """Compute the output and the log-sum-exp of the queries of one device."""
+    q, labels = lax.optimization_barrier((q, constants))  # against arrays of all tiles, as in `blockwise.forward`
+
+    def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:
+        def merge(so_far: _PartialOutput) -> _PartialOutput:
+            shard_labels = labels._replace(kv_labels=shard.labels)
+            _, saved = blockwise.forward(config, q, shard.k, shard.v, bias_table, shard_labels)
+            return _merge(so_far, _PartialOutput(saved.output, saved.log_normalizer))
+
+        is_visible = has_visible(config, labels.q_labels, shard.labels)
+        return lax.cond(is_visible, merge, lambda same: same, so_far)
+
+    def step(carry: tuple[_PartialOutput, _Shard], _: None) -> tuple[tuple[_PartialOutput, _Shard], None]:
+        so_far, shard = carry
+        return (attend(so_far, shard), ring.hop(shard)), None
+
+    nothing = _PartialOutput(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], LOWEST, jnp.float32))
+    carry = (nothing, _Shard(k, v, labels.kv_labels))
+    (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
+    output, log_normalizer = attend(so_far, last_shard)
+    return output.astype(v.dtype), log_normalizer
+
+
+def _merge(a: _PartialOutput, b: _PartialOutput) -> _PartialOutput:
+    """Return the attention to the keys of both."""
+    log_normalizer = jnp.logaddexp(a.log_normalizer, b.log_normalizer)
+    outputs = (part.output * jnp.exp(part.log_normalizer - log_normalizer)[..., None] for part in (a, b))
+    return _PartialOutput(sum(outputs, start=jnp.float32(0)), log_normalizer)
+
+
+def _backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+    specs = ring.specs(saved.constants)
+    run = ring.map_devices(partial(_local_backward, config, ring), (specs, specs.output), tuple(specs[:4]))
+    return *run(saved, output_gradient), None
+
+
+def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gradient: Array) -> tuple[Any, ...]:
+    """Compute the gradients of the queries, keys and values of one device, and of the bias table."""
+    output_gradient, labels = lax.optimization_barrier((output_gradient, saved.constants))
+    zeros = jax.tree.map(
+        lambda array: jnp.zeros(array.shape, jnp.float32), _Gradients(saved.q, saved.k, saved.v, saved.bias_table)
+    )
+
+    def shard_gradients(shard: _Shard) -> _Gradients:
+        def compute() -> _Gradients:
+            constants = labels._replace(kv_labels=shard.labels)
+            of_shard = saved._replace(k=shard.k, v=shard.v, constants=constants)
+            return _Gradients(*blockwise.backward(config, of_shard, output_gradient)[:4])
+
+        is_visible = has_visible(config, labels.q_labels, shard.labels)
+        return lax.cond(is_visible, compute, lambda: zeros)
+
+    def add(so_far: _Gradients, shard: _Shard) -> _Gradients:
+        d_k, d_v = ring.hop((so_far.k, so_far.v))  # those of the shard that is here now
+        return jax.tree.map(jnp.add, so_far._replace(k=d_k, v=d_v), shard_gradients(shard))
+
+    def step(carry: tuple[_Gradients, _Shard], _: None) -> tuple[tuple[_Gradients, _Shard], None]:
+        so_far, shard = carry
+        return (add(so_far, shard), ring.hop(shard)), None
+
+    carry = (zeros, _Shard(saved.k, saved.v, labels.kv_labels))
+    (so_far, last_shard), _ = lax.scan(step, carry, length=ring.num_shards - 1)
+    gradients = add(so_far, last_shard)
+    d_k, d_v = ring.hop((gradients.k, gradients.v))
+    d_table = None if gradients.bias_table is None else ring.sum_shards(gradients.bias_table)
+    inputs = (saved.q, saved.k, saved.v, saved.bias_table)
+    return jax.tree.map(lambda d, like: d.astype(like.dtype), (gradients.q, d_k, d_v, d_table), inputs)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,143 @@
+"""Queries and keys of attention in tiles: their sizes, labels and padding.
+
+Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import FULL_ATTENTION, ArchConfig, RelativePositionBias
+from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.dropout import AttentionDropout, QueryDropout
+from trainer.nn.token_axis import pad_tokens, unpad_tokens
+
+FAR = 1 << 30  # beyond all positions
+Q_PADDING, KV_PADDING = -1, -2  # position and segment of padding; the segments match no real segment
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Static settings of a call: tile sizes, scaling of scores, and the rule of visible keys.
+
+    With `is_partial` the keys are a part of the visible ones: outputs and gradients are float32, to be added to those
+    of the other keys.
+    """
+
+    q_size: int
+    kv_size: int
+    scale: float
+    softcap: float
+    window: int
+    is_causal: bool
+    bias_config: RelativePositionBias | None
+    sharding: ShardingContext
+    is_partial: bool = False
+
+
+class Labels(NamedTuple):
+    """Positions and segments of queries or keys, which keys are valid, and the dropout of queries.
+
+    All are arrays [B or 1, T or S], or [B, T, H] in the dropout, or None.
+    """
+
+    positions: Array | None = None
+    segment_ids: Array | None = None
+    valid: Array | None = None
+    dropout: QueryDropout | None = None
+
+
+class Constants(NamedTuple):
+    """The inputs without a gradient: the labels, the factor of the layer's scores, and its dropout."""
+
+    q_labels: Labels
+    kv_labels: Labels
+    score_scale: Array  # float32 []
+    dropout: AttentionDropout | None = None
+
+
+TileFunction = Callable[[Array, Array, Array, "Array | None", Constants], Array]
+
+
+def tile_config(arch_config: ArchConfig, mask: AttentionMask, *, q_size: int, kv_size: int) -> TileConfig:
+    """Return the static settings of a call with tiles of these sizes."""
+    return TileConfig(
+        q_size=q_size,
+        kv_size=kv_size,
+        scale=arch_config.attn_scale,
+        softcap=arch_config.attn_logit_softcap,
+        window=mask.window,
+        is_causal=mask.is_causal,
+        bias_config=None if mask.bias is None else mask.bias.config,
+        sharding=ShardingContext() if mask.bias is None else mask.bias.sharding,
+    )
+
+
+def attend_in_tiles(
+    attend: TileFunction, q: Array, kv: KV, mask: AttentionMask, config: TileConfig, *, num_shards: int = 1
+) -> Array:
+    """Pad queries and keys to whole tiles, attend, and remove the padding.
+
+    Args:
+        attend: Computes (q [B, T, K, G, E], k, v, bias table, constants) -> output like q.
+        q: Queries [B, T, H, E].
+        kv: Keys and values [B, S, K, E].
+        mask: Visible keys, score bias, dropout and the layer's score scale.
+        config: Sizes of tiles.
+        num_shards: Number of shards of T and S on the mesh; each is padded.
+
+    Returns:
+        [B, T, H, E].
+    """
+    b, num_queries, num_heads, head_dim = q.shape
+    num_keys, num_kv_heads = kv.keys.shape[1:3]
+    q_padding, kv_padding = -(num_queries // num_shards) % config.q_size, -(num_keys // num_shards) % config.kv_size
+    pad_q, pad_kv = (partial(pad_tokens, count=count, num_shards=num_shards) for count in (q_padding, kv_padding))
+    valid = jnp.ones((1, num_keys), bool) if mask.kv_valid is None else mask.kv_valid
+    constants = Constants(
+        _pad_labels(Labels(mask.q_positions, mask.q_segment_ids), pad_q, Q_PADDING),
+        _pad_labels(Labels(mask.kv_positions, mask.kv_segment_ids, valid), pad_kv, KV_PADDING),
+        jnp.float32(1) if mask.layer_score_scale is None else mask.layer_score_scale,
+        mask.dropout,
+    )
+    grouped_q = q.reshape(b, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    bias_table = None if mask.bias is None else mask.bias.table
+    output = attend(pad_q(grouped_q), pad_kv(kv.keys), pad_kv(kv.values), bias_table, constants)
+    return unpad_tokens(output, q_padding, num_shards=num_shards).reshape(q.shape)
+
+
+def _pad_labels(labels: Labels, pad: Callable[..., Array], padding_id: int) -> Labels:
+    """Add a row axis to all labels and append padding; no query sees a padding key, because it is not valid."""
+    return Labels(
+        _pad_label(labels.positions, pad, padding_id),
+        _pad_label(labels.segment_ids, pad, padding_id),
+        _pad_label(labels.valid, pad, False),
+    )
+
+
+def _pad_label(label: Array | None, pad: Callable[..., Array], fill: int | bool) -> Array | None:
+    """Return a label as [B or 1, T], with padding."""
+    return None if label is None else pad(label if label.ndim == 2 else label[None], fill=fill)
+
+
+def has_visible(config: TileConfig, q_labels: Labels, kv_labels: Labels) -> Array:
+    """Return whether a tile or shard may have a visible key, bool []; false only if it has none."""
+    assert kv_labels.valid is not None
+    visible = kv_labels.valid.any()
+    if config.is_causal and q_labels.positions is not None and kv_labels.positions is not None:
+        first_key = jnp.where(kv_labels.valid, kv_labels.positions, FAR).min()
+        visible &= q_labels.positions.max() >= first_key
+        if config.window != FULL_ATTENTION:
+            last_key = jnp.where(kv_labels.valid, kv_labels.positions, -FAR).max()
+            visible &= q_labels.positions.min() - last_key < config.window
+    if q_labels.segment_ids is not None and kv_labels.segment_ids is not None:
+        visible &= q_labels.segment_ids.max() >= kv_labels.segment_ids.min()
+        visible &= q_labels.segment_ids.min() <= kv_labels.segment_ids.max()
+    return visible
