@@ -115,7 +115,8 @@ def results(name: str, options: str) -> tuple[float, dict[str, Any]]:
     """Return the mean loss with dropout and forgetful causal masking, and the gradient of each tensor."""
     config = GOLDEN[name]
     tiny, forward_config = tiny_transformer(config), ForwardConfig(**OPTIONS.get(options, {}))
-    batch = random_batch(int(config["vocab_size"]), 3, 40, 1, tiny.model.arch_config.encoder is not None)
+    arrays = random_batch(int(config["vocab_size"]), 3, 40, 1, tiny.model.arch_config.encoder is not None)
+    batch = {name: jnp.asarray(array) for name, array in arrays.items()}
 
     def mean_loss(params: Any, dropout_rows: Array) -> Array:
         dropout = step_dropout(CONFIG, seed=1, step=jnp.int32(2), row_ids=dropout_rows)

@@ -25,7 +25,9 @@ RATE, SCALE = 0.3, 0.5
 REFERENCE = AttentionOptions()
 TILES = [(5, 3), (8, 64), (-1, 7), (19, 1), (1, -1)]
 MASKS = ("causal", "window and hidden keys", "bidirectional with bias")
-VISIBLE_SHAPES = dict(zip(MASKS, ((1, 1, LENGTH, LENGTH), (NUM_ROWS, 1, LENGTH, LENGTH), (1, 1, 1, 1))))
+VISIBLE_SHAPES: dict[str, tuple[int, ...]] = dict(
+    zip(MASKS, ((1, 1, LENGTH, LENGTH), (NUM_ROWS, 1, LENGTH, LENGTH), (1, 1, 1, 1)))
+)
 BIAS = RelativePositionBias(8, 16, bidirectional=True)
 
 
@@ -74,7 +76,9 @@ def exact_results(name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     mask, positions = make_mask(name, None, None), np.arange(LENGTH)
     visible = np.reshape(True if (bools := mask.materialize()) is None else np.asarray(bools), VISIBLE_SHAPES[name])
     is_kept = np.asarray(kept(make_dropout(), positions, positions))
-    in_bucket = np.asarray(ScoreBias(jnp.eye(BIAS.num_buckets), BIAS).materialize(positions, positions), np.float64)
+    in_bucket = np.asarray(
+        ScoreBias(jnp.eye(BIAS.num_buckets), BIAS).materialize(jnp.arange(LENGTH), jnp.arange(LENGTH))
+    )
     with jax.enable_x64(True):
         inputs = {key: jnp.asarray(x) for key, x in make_inputs().items()}
         output_gradient = inputs.pop("output_gradient")
