@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,9 @@ class StepCost:
 
 
 @contextmanager
-def run_system(system: str, model: Path, threads: int, *, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
+def run_system(
+    system: str, model: Path, threads: int, *, options: argparse.Namespace
+) -> Iterator[subprocess.Popen[str]]:
     """Start a process that takes the steps of one system."""
     words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in STEP_OPTIONS]
     words += [f"--model={model}", f"--threads={threads}", f"--vocab={CONFIG['vocab_size']}"]
@@ -63,10 +65,8 @@ def take_step(process: subprocess.Popen[str]) -> StepCost:
     """Let a process take a step; raise SystemExit if it has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    try:
+    with suppress(BrokenPipeError):  # if the process has ended, there is no line to read
         print(file=process.stdin, flush=True)
-    except BrokenPipeError:
-        pass  # the process has ended, so there is no line to read
     line = process.stdout.readline()
     if not line:
         raise SystemExit(f"{process.args} has failed")
