@@ -4,6 +4,9 @@ The forward pass is FlashAttention's online softmax (arXiv:2205.14135, algorithm
 query, from which the backward pass computes the probabilities again (arXiv:2307.08691, algorithm 2). Both passes
 skip a tile if the ranges of its positions or segments show that it has no visible key. Gradients are summed in float32.
 
+Within the loops tiles are head-major: each product then multiplies contiguous matrices, and transposes at most the
+smaller operand or the result.
+
 Axes: B rows, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a group, E head width,
 N tiles of queries or keys, t queries and s keys of a tile.
 """
@@ -164,13 +167,12 @@ def _forward(
     tiled_q, labels = lax.optimization_barrier((q, constants))
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = jax.tree.map(cut_q, (tiled_q, labels.q_labels))
-    kv_tiles = jax.tree.map(cut_kv, (k, v, labels.kv_labels))
+    kv_tiles = *map(_head_major, map(cut_kv, (k, v))), jax.tree.map(cut_kv, labels.kv_labels)
 
     def run_q_tile(_: None, q_tile: tuple[Array, _Labels]) -> tuple[None, tuple[Array, Array]]:
-        queries, q_labels = q_tile
-        b, t, num_kv_heads, group, head_dim = queries.shape
-        maximum = jnp.full((b, num_kv_heads, group, t), LOWEST, jnp.float32)
-        state = _SoftmaxState(jnp.zeros((*maximum.shape, head_dim), jnp.float32), maximum, jnp.zeros_like(maximum))
+        queries, q_labels = _head_major(q_tile[0], 1), q_tile[1]
+        maximum = jnp.full(queries.shape[:-1], LOWEST, jnp.float32)
+        state = _SoftmaxState(jnp.zeros(queries.shape, jnp.float32), maximum, jnp.zeros_like(maximum))
 
         def run_kv_tile(state: _SoftmaxState, kv_tile: tuple[Array, Array, _Labels]) -> tuple[_SoftmaxState, None]:
             keys, values, kv_labels = kv_tile
@@ -192,19 +194,19 @@ def _forward(
 
 
 def _update_softmax(state: _SoftmaxState, scores: Array, values: Array) -> _SoftmaxState:
-    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, s, K, E]."""
+    """Add the keys of a tile: scores [B, K, G, t, s] and values [B, K, s, E]."""
     maximum = jnp.maximum(state.maximum, scores.max(-1))
     weights = jnp.exp(scores - maximum[..., None])
     rescale = jnp.exp(state.maximum - maximum)
     return _SoftmaxState(
-        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bske->bkgte", weights.astype(values.dtype), values),
+        state.weighted_sum * rescale[..., None] + _einsum("bkgts,bkse->bkgte", weights.astype(values.dtype), values),
         maximum,
         state.normalizer * rescale + weights.sum(-1),
     )
 
 
 class _Gradients(NamedTuple):
-    """Float32 gradients: q [B, t, K, G, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
+    """Float32 gradients: q [B, K, G, t, E] of one tile, k and v [N, B, s, K, E] of all tiles, and the bias table."""
 
     q: Array
     k_tiles: Array
@@ -217,12 +219,12 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
     row_dots = (saved.output.astype(jnp.float32) * output_gradient.astype(jnp.float32)).sum(-1)  # [B, T, K, G]
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = (*jax.tree.map(cut_q, (saved.q, labels.q_labels, output_gradient, row_dots)), saved.log_normalizer)
-    kv_tiles = jax.tree.map(cut_kv, (saved.k, saved.v, labels.kv_labels))
-    num_kv_tiles = len(kv_tiles[0])
+    k_tiles, v_tiles = map(cut_kv, (saved.k, saved.v))
+    kv_tiles = _head_major(k_tiles), _head_major(v_tiles), jax.tree.map(cut_kv, labels.kv_labels)
 
     def run_q_tile(sums: tuple[Array, Array, Array | None], q_tile: tuple[Any, ...]) -> tuple[Any, Array]:
         queries, q_labels, d_output, row_dot, log_normalizer = q_tile
-        row_dot = jnp.moveaxis(row_dot, 1, 3)[..., None]  # [B, K, G, t, 1]
+        queries, d_output, row_dot = (_head_major(array, 1) for array in (queries, d_output, row_dot[..., None]))
 
         def run_kv_tile(index: Array, gradients: _Gradients) -> _Gradients:
             keys, values, kv_labels = jax.tree.map(lambda tiles: tiles[index], kv_tiles)
@@ -232,12 +234,12 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
                     config, queries, keys, saved.bias_table, labels.score_scale, q_labels, kv_labels
                 )
                 probabilities = jnp.exp(scores - log_normalizer[..., None])
-                d_scores = probabilities * (_einsum("btkge,bske->bkgts", d_output, values) - row_dot)
+                d_scores = probabilities * (_einsum("bkgte,bkse->bkgts", d_output, values) - row_dot)
                 d_dots = (d_scores * d_scores_d_dots).astype(queries.dtype)
-                d_values = _einsum("bkgts,btkge->bske", probabilities.astype(d_output.dtype), d_output)
+                d_values = _einsum("bkgte,bkgts->bske", d_output, probabilities.astype(d_output.dtype))
                 return _Gradients(
-                    gradients.q + _einsum("bkgts,bske->btkge", d_dots, keys),
-                    gradients.k_tiles.at[index].add(_einsum("bkgts,btkge->bske", d_dots, queries)),
+                    gradients.q + _einsum("bkgts,bkse->bkgte", d_dots, keys),
+                    gradients.k_tiles.at[index].add(_einsum("bkgte,bkgts->bske", queries, d_dots)),
                     gradients.v_tiles.at[index].add(d_values),
                     _add_bias_gradient(gradients.bias_table, config, saved.bias_table, d_scores, q_labels, kv_labels),
                 )
@@ -245,19 +247,24 @@ def _backward(config: _TileConfig, saved: _Saved, output_gradient: Array) -> tup
             return lax.cond(_has_visible(config, q_labels, kv_labels), update, lambda same: same, gradients)
 
         initial = _Gradients(jnp.zeros(queries.shape, jnp.float32), *sums)
-        gradients = lax.fori_loop(0, num_kv_tiles, run_kv_tile, initial)
-        return gradients[1:], gradients.q.astype(queries.dtype)
+        gradients = lax.fori_loop(0, len(k_tiles), run_kv_tile, initial)
+        return gradients[1:], jnp.moveaxis(gradients.q, 3, 1).astype(queries.dtype)
 
-    zeros = jnp.zeros(kv_tiles[0].shape, jnp.float32)
+    zeros = jnp.zeros(k_tiles.shape, jnp.float32)
     table_zeros = None if saved.bias_table is None else jnp.zeros(saved.bias_table.shape, jnp.float32)
-    (k_tiles, v_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
+    (dk_tiles, dv_tiles, d_table), dq_tiles = lax.scan(run_q_tile, (zeros, zeros, table_zeros), q_tiles)
     d_table = None if saved.bias_table is None else d_table.astype(saved.bias_table.dtype)
-    dk, dv = join_chunks(k_tiles).astype(saved.k.dtype), join_chunks(v_tiles).astype(saved.v.dtype)
+    dk, dv = join_chunks(dk_tiles).astype(saved.k.dtype), join_chunks(dv_tiles).astype(saved.v.dtype)
     return join_chunks(dq_tiles), dk, dv, d_table, None
 
 
 _attend = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
 _attend.defvjp(_forward, _backward)
+
+
+def _head_major(x: Array, token_axis: int = 2) -> Array:
+    """Move the token axis before the last one: [N, B, s, K, E] to [N, B, K, s, E], or [B, t, K, G, E] with axis 1."""
+    return jnp.moveaxis(x, token_axis, -2)
 
 
 def _masked_scores(
@@ -274,7 +281,7 @@ def _masked_scores(
     Scores of keys that are not visible are -inf.
     """
     scale = config.scale * score_scale
-    scores = _einsum("btkge,bske->bkgts", queries, keys) * scale
+    scores = _einsum("bkgte,bkse->bkgts", queries, keys) * scale
     derivative = scale
     if config.softcap != NO_SOFTCAP:
         ratio = jnp.tanh(scores / config.softcap)
