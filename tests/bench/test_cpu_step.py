@@ -41,6 +41,6 @@ def test_main_measures_both_systems(capsys: pytest.CaptureFixture[str], monkeypa
     pytest.importorskip("transformers")
     monkeypatch.setattr(cpu_step, "CONFIG", cpu_step.CONFIG | TINY)
     cpu_step.main(["--rows", "2", "--tokens", "8", "--threads", "1", "--repeats", "1", "--head-chunk", "3"])
-    _, _, *rows, losses = capsys.readouterr().out.splitlines()
+    _, _, _, *rows, losses = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [["1", "prep"], ["1", "torch"], ["1", "speed"]]
     assert re.fullmatch(r" +losses of 3 steps differ by at most [\d.]+e-\d+ of their value", losses)
