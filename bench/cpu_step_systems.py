@@ -118,8 +118,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=8, help="sequences of a batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--kernel", default="blockwise", help="prep's attention kernel (default: %(default)s)")
-    parser.add_argument("--q-chunk", type=int, default=128, help="queries of a tile (default: %(default)s)")
-    parser.add_argument("--k-chunk", type=int, default=128, help="keys of a tile (default: %(default)s)")
+    parser.add_argument("--q-chunk", type=int, default=64, help="queries of a tile (default: %(default)s)")
+    parser.add_argument("--k-chunk", type=int, default=64, help="keys of a tile (default: %(default)s)")
     parser.add_argument("--head-chunk", type=int, default=32, help="`model.head_chunk_size` (default: %(default)s)")
 
 
