@@ -55,7 +55,8 @@ class ForwardConfig:
     Attributes:
         dtype: Dtype of the computation.
         scan_layers: Compile one layer and scan it over all layers.
-        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all.
+        remat_policy: One of `REMAT_POLICIES`, which selects the activations to save, or "none" to save all but those of
+            norms and activation functions.
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         sharding: The device mesh and its rules.
         attention_options: The attention kernel and its tiles.

@@ -54,7 +54,7 @@ class Model(BaseModel):
     ] = Field(
         default="none",
         description="activations that a layer saves for its backward pass, a name of `jax.checkpoint_policies`; "
-        "none: all",
+        "none: all but those of norms and activation functions",
         examples=["nothing_saveable"],
     )
     head_chunk_size: PositiveInt | Literal[-1] = Field(

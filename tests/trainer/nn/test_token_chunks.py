@@ -48,3 +48,11 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
         return map_token_chunks(lambda chunk, w, _: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
 
     assert float(jax.grad(loss)(weight)[0, 0]) == 4096
+
+
+def test_one_chunk_saves_only_products_with_weights():
+    pullback = jax.eval_shape(
+        lambda x: jax.vjp(lambda *arrays: map_token_chunks(feed_forward, *arrays, -1), *x)[1], (X, WEIGHTS)
+    )
+    shapes = [residual.shape for residual in jax.tree.leaves(pullback) if residual.ndim == 3]
+    assert sorted(shapes) == [X.shape, (2, 13, 9)]
