@@ -60,7 +60,7 @@ class LayerStack:
         inputs, residual_size = self.inputs, self._residual_size()
         if inputs.remat_policy in SAVES_ALL:
             recomputed = 0 if inputs.remat_policy == "everything_saveable" else self._recomputed_nbytes()
-            return self._activation_nbytes() - recomputed
+            return self._backward_inputs_nbytes() - recomputed
         num_attentions = len(self.kv_lengths)
         saved = residual_size * inputs.itemsize // inputs.num_residual_shards(self.seq_length)
         if inputs.remat_policy in SAVES_DOTS + SAVES_WEIGHT_DOTS:
@@ -81,14 +81,14 @@ class LayerStack:
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
-            window_period(self.arch_config.sliding_windows) * self._activation_nbytes()
+            window_period(self.arch_config.sliding_windows) * self._backward_inputs_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
         )
 
-    def _activation_nbytes(self) -> int:
+    def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
         inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
         heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions

@@ -124,7 +124,7 @@ def test_dry_run_warns_about_low_memory(capsys: pytest.CaptureFixture[str], monk
     report, _ = dry_run(capsys)
     assert report["memory"]["fits"] is False
     assert [text.partition(":")[0] for text in report["warnings"]] == [
-        "a step needs about 387 KiB on each device, 64.0 KiB are available"
+        "a step needs about 316 KiB on each device, 64.0 KiB are available"
     ]
 
 
