@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,8 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
 
 
 def test_one_chunk_saves_only_products_with_weights():
-    pullback = jax.eval_shape(
-        lambda x: jax.vjp(lambda *arrays: map_token_chunks(feed_forward, *arrays, -1), *x)[1], (X, WEIGHTS)
-    )
-    shapes = [residual.shape for residual in jax.tree.leaves(pullback) if residual.ndim == 3]
-    assert sorted(shapes) == [X.shape, (2, 13, 9)]
+    def pull_back(x: Array, weights: Mapping[str, Array]) -> Any:
+        return jax.vjp(lambda x, weights: map_token_chunks(feed_forward, x, weights, -1), x, weights)[1]
+
+    residuals = jax.tree.leaves(jax.eval_shape(pull_back, X, WEIGHTS))
+    assert sorted(array.shape for array in residuals if array.ndim == 3) == [X.shape, (2, 13, 9)]
