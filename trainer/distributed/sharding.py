@@ -130,6 +130,11 @@ class ShardingContext:
         return 1 if spec is None else spec.shards_per_dim[1]
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh."""
+        return 1 if self.mesh is None else self.mesh.n_devices
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of shards of a batch along its rows."""
         return num_batch_shards(self.mesh, self.rules)

@@ -62,7 +62,8 @@ class LayerStack:
         """Bytes that one layer saves on the device for its backward pass by the policy, without weights."""
         policy = self.inputs.remat_policy
         if policy in SAVES_ALL:
-            return self._saved_without_remat_nbytes()
+            recomputed = 0 if policy == "everything_saveable" else self._recomputed_nbytes()
+            return self._backward_inputs_nbytes() - recomputed
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         score_size = sum(map(self._score_size, self.kv_lengths.values())) if policy in SAVES_DOTS else 0
         activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
@@ -75,11 +76,15 @@ class LayerStack:
 
     @property
     def working_set_nbytes(self) -> int:
-        """Bytes of the working set of a layer's backward pass."""
+        """Bytes of the working set of a layer's backward pass.
+
+        When attention has its transient scores, norms and activation functions are not computed again yet.
+        """
+        attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
-            window_period(self.arch_config.sliding_windows) * self._saved_without_remat_nbytes()
+            window_period(self.arch_config.sliding_windows) * self._backward_inputs_nbytes()
+            + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
-            + self._transient_scores_nbytes()
             + self._ring_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
@@ -111,23 +116,38 @@ class LayerStack:
             case _:
                 return 0
 
-    def _saved_without_remat_nbytes(self) -> int:
-        """Return the bytes that a layer saves without rematerialization."""
+    def _backward_inputs_nbytes(self) -> int:
+        """Return the bytes of all activations that a layer's backward pass reads."""
         inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
         heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions
         block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
         hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size())
         return self._saved_scores_nbytes() + heads + self._norm_nbytes() + block_inputs + hidden
 
+    def _recomputed_nbytes(self) -> int:
+        """Return the bytes of the activations that every policy may compute again; chunks save none of them."""
+        if self._chunk_length() != self.seq_length:
+            return 0
+        num_products = 1 + self.arch_config.has_gated_mlp
+        products = num_products * self.inputs.itemsize * self._mlp_hidden_size()
+        hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size()) - products
+        return self._input_norm_nbytes() + hidden
+
     def _norm_nbytes(self) -> int:
-        """Return the bytes that the derivatives of norms need; those before projections run in chunks of tokens."""
-        block_type, residual_size = self.arch_config.block_type, self._residual_size()
-        num_output_norms = OUTPUT_NORMS_PER_BLOCK.get(block_type, 0)
-        num_input_norms = NORMS_PER_BLOCK[block_type] - num_output_norms + len(self.kv_lengths) - 1
-        input_size = self.inputs.local_batch_size * self._chunk_length() * self.inputs.embed_size
-        num_bytes = 2 * FLOAT32 + self.inputs.itemsize
-        norm_size = num_output_norms * residual_size + num_input_norms * input_size
-        return num_bytes * norm_size // self.inputs.num_residual_shards(self.seq_length)
+        """Return the bytes that the derivatives of norms need."""
+        num_norms = OUTPUT_NORMS_PER_BLOCK.get(self.arch_config.block_type, 0)
+        return self._input_norm_nbytes() + self._norm_size_nbytes(num_norms * self._residual_size())
+
+    def _input_norm_nbytes(self) -> int:
+        """Return the bytes that the derivatives of norms before projections need, which run in chunks of tokens."""
+        block_type = self.arch_config.block_type
+        num_norms = NORMS_PER_BLOCK[block_type] - OUTPUT_NORMS_PER_BLOCK.get(block_type, 0) + len(self.kv_lengths) - 1
+        size = self.inputs.local_batch_size * self._chunk_length() * self.inputs.embed_size
+        return self._norm_size_nbytes(num_norms * size)
+
+    def _norm_size_nbytes(self, size: int) -> int:
+        """Return the bytes that the derivatives of norms of `size` elements need."""
+        return (2 * FLOAT32 + self.inputs.itemsize) * size // self.inputs.num_residual_shards(self.seq_length)
 
     def _residual_gradient_nbytes(self) -> int:
         """Return the bytes of gradients of the residual stream; without chunks they take the place of norms."""
@@ -178,6 +198,12 @@ class LayerStack:
         """Return the bytes that the backward pass of one MLP needs."""
         num_arrays = ACTIVATION_ARRAYS[self.arch_config.activation] + 2 * self.arch_config.has_gated_mlp
         return num_arrays * self.inputs.itemsize * hidden_size
+
+    def _mlp_gradient_nbytes(self) -> int:
+        """Return the bytes of the gradients of an MLP's hidden units and of the products that they are made of."""
+        if self.arch_config.experts_per_token:
+            return 0
+        return (2 + self.arch_config.has_gated_mlp) * self.inputs.itemsize * self._mlp_hidden_size()
 
     def _gathered_nbytes(self) -> int:
         """Return the bytes of a layer's weights after the all-gather over fsdp, and of their unreduced gradients."""

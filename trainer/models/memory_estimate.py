@@ -11,14 +11,14 @@ At its peak a step needs
     batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
-      one layer's        the activations it saves without rematerialization, times the layers of one period of the
-      backward pass      sliding window pattern, because their backward passes overlap; transient scores, B*H*T*S*4
-                         once, or twice with rematerialization; with fsdp its gathered weights and their gradients;
-                         with experts the rows of all assignments (below)
-      the LM head        logits of a chunk, their exponentials and their gradients: 3*B*chunk*V*4; the gathered head,
-                         V*D*4
+      one layer's        the activations it reads, times the layers of one period of the sliding window pattern,
+      backward pass      because their backward passes overlap; the larger of transient scores, B*H*T*S*4 once, or twice
+                         with rematerialization, less the activations that are computed again later, and the gradients
+                         of the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their
+                         gradients; with experts the rows of all assignments (below)
+      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; the gathered head, V*D*4
 
-Without rematerialization the derivative of each operation determines the saved activations:
+The derivative of each operation determines the activations that the backward pass of a layer reads:
 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
                          saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
@@ -31,6 +31,9 @@ Without rematerialization the derivative of each operation determines the saved 
     MLP                  n*B*T*F*c with n by activation (`ACTIVATION_ARRAYS`), 2 more if it is gated
     experts              nothing but the input: K outputs per token and their gradients, 2*B*T*K*D*c, are transient, as
                          are the matrices of one expert, gathered, with their gradients, and a block of hidden units
+
+Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
+which are computed again: of the MLP, the products with `up` and `gate` are saved.
 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
@@ -54,7 +57,7 @@ from trainer.models.parameters import DECODER, ENCODER
 
 STATE_COPIES = 3  # a parameter and its two moments
 GRADIENT_COPIES = 2  # a gradient and the update
-LOGIT_COPIES = 3
+LOGIT_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)

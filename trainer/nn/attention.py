@@ -76,7 +76,7 @@ def attention(
     mixed = sharding.constrain(mixed, "batch", "seq", "heads", "head_dim")
 
     def project_out(mixed: Array, weights: Mapping[str, Array], constants: None) -> Array:
-        return linear(mixed, weights, "bthe,dhe->btd")
+        return linear(mixed, weights, num_devices=sharding.num_devices)
 
     num_shards = sharding.sequence_parallel_size
     output = map_token_chunks(project_out, mixed, weights["o"], context.ffn_chunk_size, num_shards=num_shards)
@@ -124,7 +124,7 @@ def _project_heads(
     sharding: ShardingContext,
 ) -> Array:
     """Project [B, T, D] to queries, keys or values [B, T, H, E], norm them if they have a norm, and rotate them."""
-    heads = linear(x, weights[name], "btd,hed->bthe")
+    heads = linear(x, weights[name], num_devices=sharding.num_devices)
     heads = sharding.constrain(heads, "batch", "seq", "heads" if name == "q" else "kv_heads", "head_dim")
     if f"{name}_norm" in weights:
         heads = norm(heads, weights[f"{name}_norm"], arch_config)

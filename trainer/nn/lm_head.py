@@ -155,7 +155,8 @@ def _chunked_loss_fwd(
 ) -> tuple[_Sums, tuple[Array, _HeadGradients, _HeadGradients]]:
     """Compute the sums, and with the same logits the gradients of hidden states, weight and bias.
 
-    The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more.
+    The weight's gradient accumulates in float32: in bfloat16 it would lose 1 % or more. It accumulates as [D, V],
+    because XLA transposes the left operand of its product on CPUs, and `x` is smaller than `dlogits`.
     """
 
     def add_chunk(carry: tuple[_Sums, _HeadGradients], chunk: _Chunk) -> tuple[tuple[_Sums, _HeadGradients], Array]:
@@ -168,13 +169,13 @@ def _chunked_loss_fwd(
         dbias = None if dbias is None else dbias + dlogits.sum((0, 1))
         dlogits = dlogits.astype(x.dtype)
         dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
-        dweight = dweight + jnp.einsum("btv,btd->vd", dlogits, x, preferred_element_type=jnp.float32)
+        dweight = dweight + jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32)
         return ((loss + sums[0], correct + sums[1]), (dweight, dbias)), dhidden.astype(x.dtype)
 
-    zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight, bias))
+    zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight.T, bias))
     chunks = _chunk_inputs(hidden, targets, token_weights, head)
-    (sums, gradients), dhidden = lax.scan(add_chunk, (_zero_sums(), zeros), chunks)
-    return sums, (dhidden, gradients, (weight, bias))
+    (sums, (dweight, dbias)), dhidden = lax.scan(add_chunk, (_zero_sums(), zeros), chunks)
+    return sums, (dhidden, (dweight.T, dbias), (weight, bias))
 
 
 def _chunked_loss_bwd(
@@ -213,8 +214,15 @@ def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Arra
         token_loss = token_loss + head.loss_terms.z_loss * jnp.square(log_z)
     is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
     loss = jnp.where(is_counted, token_weight * token_loss, 0.0).sum()
-    correct = jnp.where(is_counted & (logits.argmax(-1) == target), token_weight, 0.0).sum()
+    correct = jnp.where(is_counted & (_argmax(logits) == target), token_weight, 0.0).sum()
     return (loss, correct), log_z
+
+
+def _argmax(logits: Array) -> Array:
+    """Return the first index of the largest logit, int32 [B, C]; XLA vectorizes this on CPUs, and not `jnp.argmax`."""
+    vocab_rows = logits.shape[-1]
+    is_largest = logits == logits.max(-1, keepdims=True)
+    return jnp.where(is_largest, jnp.arange(vocab_rows), vocab_rows).min(-1)
 
 
 def _logit_gradients(logits: Array, linear_logits: Array, log_z: Array, chunk: _Chunk, head: LMHead) -> Array:

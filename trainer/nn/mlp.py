@@ -28,14 +28,15 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
 
 def mlp(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, sharding: ShardingContext) -> Array:
     """Compute the MLP of [B, T, D]: the product of its hidden units and `down`."""
-    hidden = sharding.constrain(mlp_hidden(x, weights, arch_config), "batch", "seq", "mlp")
-    return linear(hidden, weights["down"])
+    hidden = mlp_hidden(x, weights, arch_config, num_devices=sharding.num_devices)
+    hidden = sharding.constrain(hidden, "batch", "seq", "mlp")
+    return linear(hidden, weights["down"], num_devices=sharding.num_devices)
 
 
-def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig) -> Array:
+def mlp_hidden(x: Array, weights: Mapping[str, Any], arch_config: ArchConfig, *, num_devices: int = 1) -> Array:
     """Compute the hidden units [B, T, F]: activation(up), or activation(gate) * up if the MLP is gated."""
-    activate = ACTIVATION_FUNCTIONS[arch_config.activation]
-    up = name_activation(linear(x, weights["up"]), "mlp_hidden")
+    activate, project = ACTIVATION_FUNCTIONS[arch_config.activation], partial(linear, num_devices=num_devices)
+    up = name_activation(project(x, weights["up"]), "mlp_hidden")
     if not arch_config.has_gated_mlp:
         return activate(up)
-    return activate(name_activation(linear(x, weights["gate"]), "mlp_hidden")) * up
+    return activate(name_activation(project(x, weights["gate"]), "mlp_hidden")) * up

@@ -17,6 +17,9 @@ from trainer.models.chunk_sizes import chunk_length
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks, unpad_tokens
 
 TokenFunction = Callable[[Any, Any, Any], Any]
+save_products = partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable, prevent_cse=False
+)
 
 
 def map_token_chunks(
@@ -24,7 +27,9 @@ def map_token_chunks(
 ) -> Any:
     """Apply a function of single tokens to chunks of tokens (blockwise feed-forward, arXiv:2305.19370, section 3).
 
-    The backward pass computes each chunk again, and sums the gradient of the weights in float32.
+    The backward pass computes each chunk again, and sums the gradient of the weights in float32. If one chunk has all
+    tokens, products with weights are saved, and the backward pass computes the rest again: norms and activations take
+    less time to compute than to write and read.
 
     Args:
         function: Computes (x, weights, constants) of a chunk -> tree of arrays [B, C, ...], each token by itself. It
@@ -41,7 +46,7 @@ def map_token_chunks(
     length = jax.tree.leaves(x)[0].shape[1] // num_shards
     chunk_size = chunk_length(chunk_size, length)
     if chunk_size == length:
-        return function(x, weights, constants)
+        return save_products(function)(x, weights, constants)
     padding = -length % chunk_size
 
     def split(x: jax.Array) -> jax.Array:

@@ -181,7 +181,7 @@ def embed_tokens(
     x = jnp.take(params["embed"]["tokens"], _tokens_to_embed(tokens, model, forward_config.sharding), axis=0)
     if arch_config.embed_scale != 1.0:
         x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
-    x = _project(x, params, "project_in")
+    x = _project(x, params, "project_in", forward_config=forward_config)
     if arch_config.has_learned_positions:
         offset, table = arch_config.position_offset, params["embed"]["positions"]
         if positions is None:
@@ -240,7 +240,7 @@ def run_decoder(
     mask = _with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
     run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
     x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer, dropout)
-    x = _project(x, params, "project_out")
+    x = _project(x, params, "project_out", forward_config=forward_config)
     if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
         x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
     return x, None if kv_cache is None else kv_cache.advance(x.shape[1])
@@ -282,9 +282,9 @@ def _with_score_bias(
     return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))
 
 
-def _project(x: Array, params: Tree, name: str) -> Array:
+def _project(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:
     """Project between the embedding width and the layer width, if the two differ."""
-    return linear(x, params[name]) if name in params else x
+    return linear(x, params[name], num_devices=forward_config.sharding.num_devices) if name in params else x
 
 
 def compute_logits(

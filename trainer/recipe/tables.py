@@ -50,7 +50,7 @@ class Model(BaseModel):
     remat_policy: PolicyName | ActivationNames = Field(
         default="none",
         description="activations that a layer saves for its backward pass besides its input: a name of "
-        "`jax.checkpoint_policies`, or a list of activations; none: all",
+        "`jax.checkpoint_policies`, or a list of activations; none: all but those of norms and activation functions",
         examples=["nothing_saveable"],
     )
     offload: Offload = Field(

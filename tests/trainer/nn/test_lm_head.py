@@ -163,6 +163,12 @@ def test_bfloat16_gradient_is_rounded_once(chunk_size: int):
     assert relative_error(np.asarray(gradients[1], np.float64), dweight) < 5e-3
 
 
+def test_first_of_equal_logits_is_the_most_likely_token():
+    hidden, weight = jnp.ones((1, 3, D)), jnp.asarray([0, 1, 1, 0, 1])[:, None] * jnp.ones(D)
+    sums = loss_sums(hidden, weight, jnp.asarray([[1, 2, 4]]), jnp.asarray([[1, 2, 4]]), LMHead(4, -1, ONE_DEVICE))
+    assert sums.correct == 1
+
+
 def test_gradient_scales_with_cotangent():
     case = {"rows": 2, "length": 4, "vocab": 6, "padded": 6, "weights": [1.0, 3.0], "ignored_target": 0, "seed": 3}
     hidden, weight, targets, token_weights = map(jnp.asarray, make_arrays(case))

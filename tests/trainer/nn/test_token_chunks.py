@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,3 +60,11 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
         return map_token_chunks(lambda chunk, w, _: chunk @ w, x, weight, 1).astype(jnp.float32).sum()
 
     assert float(jax.grad(loss)(weight)[0, 0]) == 4096
+
+
+def test_one_chunk_saves_only_products_with_weights():
+    def pull_back(x: Array, weights: Mapping[str, Array]) -> Any:
+        return jax.vjp(lambda x, weights: map_token_chunks(feed_forward, x, weights, -1), x, weights)[1]
+
+    residuals = jax.tree.leaves(jax.eval_shape(pull_back, X, WEIGHTS))
+    assert sorted(array.shape for array in residuals if array.ndim == 3) == [X.shape, (2, 13, 9)]
