@@ -288,21 +288,9 @@ def build_job(
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
         raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
-    optimizer = build_optimizer(recipe.optimizer, steps)
-    forward_config = ForwardConfig(
-        dtype=recipe.model.dtype,
-        scan_layers=recipe.model.scan_layers,
-        remat_policy=recipe.model.remat_policy,
-        head_chunk_size=recipe.model.head_chunk_size,
-        ffn_chunk_size=recipe.model.ffn_chunk_size,
-        sharding=sharding,
-        attention_options=AttentionOptions(
-            recipe.model.attention_kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size
-        ),
-    )
-    loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
+    setup = build_step_setup(recipe, model, sharding=sharding, steps=steps)
     return Job(
-        setup=StepSetup(model, forward_config, optimizer, shape.accumulate, loss_terms),
+        setup=setup,
         steps=steps,
         order=order,
         train=datasets.train,
@@ -317,10 +305,40 @@ def build_job(
             **manifest_fields,
             "data": datasets.identity,
             "batch_size": shape.size,
-            "rate": dataclasses.asdict(optimizer.lr_schedule),
+            "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
         },
         stop_after=stop_after,
     )
+
+
+def build_step_setup(recipe: Recipe, model: ModelSpec, *, sharding: ShardingContext, steps: int) -> StepSetup:
+    """Build the static parts of the training step.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its partition rules.
+        steps: Steps of the run, for the learning rate schedule.
+
+    Raises:
+        UsageError: Batch, learning rate schedule and mesh do not fit together.
+    """
+    assert sharding.mesh is not None
+    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    forward_config = ForwardConfig(
+        dtype=recipe.model.dtype,
+        scan_layers=recipe.model.scan_layers,
+        remat_policy=recipe.model.remat_policy,
+        head_chunk_size=recipe.model.head_chunk_size,
+        ffn_chunk_size=recipe.model.ffn_chunk_size,
+        sharding=sharding,
+        attention_options=AttentionOptions(
+            recipe.model.attention_kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size
+        ),
+    )
+    loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
+    optimizer = build_optimizer(recipe.optimizer, steps)
+    return StepSetup(model, forward_config, optimizer, shape.accumulate, loss_terms)
 
 
 def check_resumable(
