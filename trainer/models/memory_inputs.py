@@ -35,6 +35,8 @@ class MemoryInputs:
         head_chunk_size: Tokens per row whose logits exist at the same time; -1 for all.
         ffn_chunk_size: Tokens per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled.
+        blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
+            its backward pass, as XLA plans for CPUs.
     """
 
     arch_config: ArchConfig
@@ -49,6 +51,7 @@ class MemoryInputs:
     head_chunk_size: int = 512
     ffn_chunk_size: int = -1
     attention_tile: tuple[int, int] | None = None
+    blocks_overlap: bool = True
 
     @property
     def num_experts(self) -> int:

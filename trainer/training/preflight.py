@@ -39,7 +39,7 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         recipe: The recipe.
         model: The model to train.
         sharding: The mesh of devices and its partition rules.
-        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+        widens_bfloat16: Whether the devices are CPUs, which compute bfloat16 in float32.
     """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
@@ -56,6 +56,7 @@ def memory_run(recipe: Recipe, model: ModelSpec, sharding: ShardingContext, *, w
         head_chunk_size=recipe.model.head_chunk_size,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=_attention_tile(recipe),
+        blocks_overlap=widens_bfloat16,
     )
 
 
