@@ -75,12 +75,6 @@ def test_errors_of_the_process_are_raised():
     assert caught.value.code == USAGE
 
 
-@pytest.mark.skipif(find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_missing_libtpu_is_reported():
-    with pytest.raises(PrepError, match=r"no compiler for the TPU topology 'v5e:2x2' - libtpu .*prepcli\[tpu\]"):
-        compiled_plan(make_recipe(), make_manifest(runs.LLAMA), parse_mesh("1,2,2"), "v5e:2x2")
-
-
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
