@@ -71,8 +71,7 @@ class PackedDataset:
     @property
     def columns(self) -> ColumnSpecs:
         """Length and dtype of each array of a row, by name."""
-        dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
-        return {name: (self.seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
+        return packed_columns(self.seq_length)
 
     def get_batch(self, rows: RowIndices) -> Arrays:
         """Return a batch of blocks.
@@ -96,6 +95,12 @@ class PackedDataset:
         weights = np.zeros(tokens.shape, np.float32)
         weights[indices >= 0, :-1] = 1
         return {"tokens": tokens, "targets": targets, "weights": weights}
+
+
+def packed_columns(seq_length: int) -> ColumnSpecs:
+    """Return length and dtype of each array of a row of `seq_length` tokens, by name."""
+    dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
+    return {name: (seq_length, np.dtype(dtype)) for name, dtype in dtypes.items()}
 
 
 def check_rows(rows: RowIndices, n_rows: int) -> npt.NDArray[np.int64]:

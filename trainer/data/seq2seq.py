@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
+from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
 from trainer.data.store import MappedTokens
 
 
@@ -39,13 +39,7 @@ class Seq2SeqDataset:
     @property
     def columns(self) -> ColumnSpecs:
         """Length and dtype of each array of a row, by name."""
-        return {
-            "source": (self.source_length, np.dtype(np.int32)),
-            "present": (self.source_length, np.dtype(np.bool_)),
-            "tokens": (self.seq_length, np.dtype(np.int32)),
-            "targets": (self.seq_length, np.dtype(np.int32)),
-            "weights": (self.seq_length, np.dtype(np.float32)),
-        }
+        return seq2seq_columns(self.source_length, self.seq_length)
 
     def get_batch(self, rows: RowIndices) -> Arrays:
         """Return a batch of pairs.
@@ -99,6 +93,15 @@ def seq2seq_dataset(
         first_row=0,
         n_rows=tokens.n_documents // 2,
     )
+
+
+def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
+    """Return length and dtype of each array of a row, by name."""
+    return {
+        "source": (source_length, np.dtype(np.int32)),
+        "present": (source_length, np.dtype(np.bool_)),
+        **packed_columns(seq_length),
+    }
 
 
 def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from trainer.models.attention_kernels import DeviceKind
 def device_kind(sharding: ShardingContext) -> DeviceKind:
     """Return the kind of the devices of a mesh, or of JAX's default device without a mesh."""
     mesh = sharding.device_mesh
-    return kind_of_device(jax.local_devices()[0] if mesh is None else mesh.local_devices[0])
+    return kind_of_device(jax.local_devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
 def kind_of_device(device: Any) -> DeviceKind:

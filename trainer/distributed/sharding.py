@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -174,12 +174,15 @@ def jax_partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in spec.mesh_axes))
 
 
-def make_sharding_context(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingContext:
-    """Create the mesh on the devices of all processes.
+def make_sharding_context(
+    mesh: Mesh, rules: Rules = DEFAULT_RULES, *, devices: Sequence[Any] | None = None
+) -> ShardingContext:
+    """Create the mesh on the devices of all processes, or on devices to compile for.
 
     Args:
         mesh: The mesh; one axis of size -1 takes the remaining devices.
         rules: Partition rules.
+        devices: Devices of the mesh; None for all devices of JAX.
 
     Returns:
         The context with its device mesh.
@@ -188,13 +191,13 @@ def make_sharding_context(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingC
         UsageError: The number of devices does not fit the mesh.
         PrepError: JAX finds no devices.
     """
-    devices = _jax_devices()
-    hosts, kind = jax.process_count(), devices[0].device_kind
+    devices = _jax_devices() if devices is None else devices
+    hosts, kind = len({device.process_index for device in devices}), devices[0].device_kind
     hardware = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
         hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
     resolved = meshes.resolve_mesh(mesh, len(devices), hardware)
-    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved))
+    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved, devices))
 
 
 def _jax_devices() -> list[Any]:
@@ -231,12 +234,12 @@ def sharding_without_devices(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Shardi
     return ShardingContext(mesh=mesh, rules=rules, device_mesh=None)
 
 
-def _make_device_mesh(mesh: Mesh) -> jax.sharding.Mesh:
+def _make_device_mesh(mesh: Mesh, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Create the mesh, with devices in plain order or placed by topology."""
     axis_types = (AxisType.Auto,) * len(mesh.names)
     if mesh.plain_order:
-        return jax.sharding.Mesh(np.array(jax.devices()).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
-    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types)
+        return jax.sharding.Mesh(np.array(devices).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
+    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types, devices=devices)
 
 
 def param_nbytes_per_device(leaves: Mapping[str, ParamLeaf], sharding: ShardingContext, itemsize: int = 4) -> int:

@@ -88,6 +88,7 @@ class LayerStack:
             + self._ring_nbytes()
             + self._residual_gradient_nbytes()
             + self._gathered_nbytes()
+            - self._absent_block_nbytes()
         )
 
     def _input_nbytes(self) -> int:
@@ -115,6 +116,16 @@ class LayerStack:
                 return self._input_nbytes()
             case _:
                 return 0
+
+    def _absent_block_nbytes(self) -> int:
+        """Return the working set of attention or of the MLP, whichever is smaller, if both never exist at once."""
+        inputs = self.inputs
+        if inputs.blocks_overlap or inputs.remat_policy in SAVES_ALL:
+            return 0
+        attention = self._transient_scores_nbytes()
+        mlp = self._mlp_nbytes(self._mlp_hidden_size()) if not self.arch_config.experts_per_token else 0
+        block_input = self._residual_size() * inputs.itemsize + self._norm_nbytes() // 2
+        return block_input + min(attention, mlp + self._expert_nbytes())
 
     def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""

@@ -32,12 +32,14 @@ class MemoryInputs:
         source_length: Tokens of a source; 0 without an encoder.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
-            offload: "residuals" if the inputs of layers are saved in host memory, or "none".
+        offload: "residuals" if the inputs of layers are saved in host memory, or "none".
         head_chunk_size: Tokens of a device per row whose logits exist at the same time; -1 for all.
         ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
             `NO_SCORES` if they are never in memory.
         accumulate: Micro-batches of a step.
+        blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
+            its backward pass, as XLA plans for CPUs.
     """
 
     arch_config: ArchConfig
@@ -54,6 +56,7 @@ class MemoryInputs:
     ffn_chunk_size: int = -1
     attention_tile: tuple[int, int] | None = None
     accumulate: int = 1
+    blocks_overlap: bool = True
 
     @property
     def num_experts(self) -> int:

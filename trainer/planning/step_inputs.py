@@ -73,11 +73,12 @@ def step_inputs(
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=_score_tile(recipe, model, mesh, rules),
         accumulate=shape.accumulate,
+        blocks_overlap=widens_bfloat16,
     )
 
 
 def attention_needs(
-    recipe: Recipe, model: Shapes, *, mesh: Mesh | None, rules: Rules, dropout: DropoutConfig = NO_DROPOUT
+    recipe: Recipe, model: Shapes, mesh: Mesh | None, rules: Rules, dropout: DropoutConfig = NO_DROPOUT
 ) -> AttentionNeeds:
     """Return the requirements of a run on its attention kernel.
 
@@ -110,7 +111,7 @@ def _score_tile(recipe: Recipe, model: Shapes, mesh: Mesh, rules: Rules) -> tupl
     """
     kernel = recipe.model.attention_kernel
     if kernel == AUTO:
-        needs = attention_needs(recipe, model, mesh=mesh, rules=rules)
+        needs = attention_needs(recipe, model, mesh, rules)
         kernel = rank_kernels(AUTO, needs, device=DeviceKind("cpu"), length=longest_sequence(recipe))[0].name
     return find_kernel(kernel).score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size)
 

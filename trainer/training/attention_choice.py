@@ -41,10 +41,27 @@ def choose_kernel(
         UsageError: The recipe names a kernel that cannot compute the model's attention on these devices.
         PrepError: The recipe names a kernel that failed the comparison.
     """
-    needs = attention_needs(recipe, model, mesh=sharding.mesh, rules=sharding.rules, dropout=dropout)
-    requested, device = recipe.model.attention_kernel, device_kind(sharding)
-    choices = rank_kernels(requested, needs, device=device, length=longest_sequence(recipe))
-    return first_correct(choices, needs, device, is_auto=requested == AUTO, warn=warn)
+    needs, device, choices = _ranked_kernels(recipe, model, sharding, dropout)
+    return first_correct(choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn)
+
+
+def preferred_kernel(
+    recipe: Recipe, model: Shapes, sharding: ShardingContext, *, dropout: DropoutConfig = NO_DROPOUT
+) -> KernelChoice:
+    """Return the kernel that `choose_kernel` compares first, for devices that only compile.
+
+    Raises:
+        UsageError: No kernel, or not the one that the recipe names, can compute the model's attention on these devices.
+    """
+    return _ranked_kernels(recipe, model, sharding, dropout)[2][0]
+
+
+def _ranked_kernels(
+    recipe: Recipe, model: Shapes, sharding: ShardingContext, dropout: DropoutConfig
+) -> tuple[AttentionNeeds, DeviceKind, tuple[KernelChoice, ...]]:
+    needs, device = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout), device_kind(sharding)
+    requested, length = recipe.model.attention_kernel, longest_sequence(recipe)
+    return needs, device, rank_kernels(requested, needs, device=device, length=length)
 
 
 def first_correct(

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from trainer.data.order import Int64Array
-from trainer.data.packing import Dataset
+from trainer.data.packing import ColumnSpecs, Dataset
 from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.token_order import token_order
 
@@ -23,13 +23,23 @@ Index = tuple[slice, ...]
 
 
 def batch_shapes(dataset: Dataset, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and sharding of each array of a batch of a dataset, as `column_shapes` does."""
+    return column_shapes(dataset.columns, batch_size, sharding)
+
+
+def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape, dtype and sharding of each array of a batch; without a mesh, on the first device.
+
+    Args:
+        columns: Length and dtype of each array of a row, by name.
+        batch_size: Sequences of the batch.
+        sharding: The device mesh of the batch.
 
     Raises:
         UsageError: The mesh does not divide the batch.
     """
     first_device = SingleDeviceSharding(jax.devices()[0])
-    shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in dataset.columns.items()}
+    shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in columns.items()}
     return {
         name: jax.ShapeDtypeStruct(
             shape, dtype, sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +20,8 @@ from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsWriter, StepTimer
-from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
+from trainer.training.step import StepSetup, TrainState
+from trainer.training.step_compilation import jit_train_step
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2
@@ -175,12 +175,11 @@ class Loop:
         """Compile the training step for the state's shardings; the state is donated."""
         setup = self.job.setup
         start_s = self.timer.clock()
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-        step = jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
         )
-        compiled = step.lower(shapes, batch_shapes(self.job.train, self.job.order.batch_size, setup.sharding)).compile()
+        batch = batch_shapes(self.job.train, self.job.order.batch_size, setup.sharding)
+        compiled = jit_train_step(setup).lower(shapes, batch).compile()
         self.callbacks.on_compile(self.timer.clock() - start_s)
         return compiled
 

@@ -14,7 +14,7 @@ from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.dropout_config import DropoutConfig, resolve_dropout
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
@@ -316,28 +316,9 @@ def build_job(
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
         raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
-    optimizer = build_optimizer(recipe.optimizer, steps)
-    forward_config = ForwardConfig(
-        dtype=recipe.model.dtype,
-        scan_layers=recipe.model.scan_layers,
-        remat_policy=recipe.model.remat_policy,
-        offload=recipe.model.offload,
-        head_chunk_size=recipe.model.head_chunk_size,
-        ffn_chunk_size=recipe.model.ffn_chunk_size,
-        sharding=sharding,
-        attention_options=AttentionOptions(kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size),
-    )
-    loss_terms = LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing)
+    setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel, steps=steps, dropout=dropout)
     return Job(
-        setup=StepSetup(
-            model,
-            forward_config,
-            optimizer,
-            accumulate=shape.accumulate,
-            loss_terms=loss_terms,
-            dropout=dropout,
-            seed=recipe.seed,
-        ),
+        setup=setup,
         steps=steps,
         order=order,
         train=datasets.train,
@@ -352,9 +333,54 @@ def build_job(
             **manifest_fields,
             "data": datasets.identity,
             "batch_size": shape.size,
-            "rate": dataclasses.asdict(optimizer.lr_schedule),
+            "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
         },
         stop_after=stop_after,
+    )
+
+
+def build_step_setup(
+    recipe: Recipe,
+    model: ModelSpec,
+    *,
+    sharding: ShardingContext,
+    kernel: str,
+    steps: int,
+    dropout: DropoutConfig = NO_DROPOUT,
+) -> StepSetup:
+    """Build the static parts of the training step.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its partition rules.
+        kernel: Name of the attention kernel.
+        steps: Steps of the run, for the learning rate schedule.
+        dropout: Rates of dropout and forgetful causal masking.
+
+    Raises:
+        UsageError: Batch, learning rate schedule and mesh do not fit together.
+    """
+    assert sharding.mesh is not None
+    shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    forward_config = ForwardConfig(
+        dtype=recipe.model.dtype,
+        scan_layers=recipe.model.scan_layers,
+        remat_policy=recipe.model.remat_policy,
+        offload=recipe.model.offload,
+        head_chunk_size=recipe.model.head_chunk_size,
+        ffn_chunk_size=recipe.model.ffn_chunk_size,
+        sharding=sharding,
+        attention_options=AttentionOptions(kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size),
+    )
+    return StepSetup(
+        model,
+        forward_config,
+        build_optimizer(recipe.optimizer, steps),
+        accumulate=shape.accumulate,
+        loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing),
+        dropout=dropout,
+        seed=recipe.seed,
     )
 
 

@@ -326,6 +326,15 @@ def test_open_axis_takes_remaining_devices(mesh: str):
         assert sharding.device_mesh.devices.flatten().tolist() == jax.devices()
 
 
+@pytest.mark.parametrize("mesh", ["1,-1,2", "!1,-1,2"])
+def test_mesh_takes_the_given_devices(mesh: str):
+    devices = jax.devices()[4:]
+    sharding = make_sharding_context(parse_mesh(mesh), devices=devices)
+    assert sharding.device_mesh
+    assert dict(sharding.device_mesh.shape) == {"dp": 1, "fsdp": 2, "mp": 2}
+    assert {*sharding.device_mesh.devices.flatten()} == {*devices}
+
+
 def test_custom_rules_replace_default_rules():
     sharding = make_sharding_context(parse_mesh("1,4,2"), merge_rules(["heads=none", "embed=none"]))
     spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.q.weight"])

@@ -192,6 +192,27 @@ def test_tile_of_ring_attention_lies_in_one_block():
     assert memory.scores == 8 * 1024 * 1024 * 4
 
 
+# MiB of arguments and temporaries of a whole training step in bfloat16 that XLA plans for v5p:8x8x4 (libtpu 0.0.52)
+@pytest.mark.parametrize(
+    ("config", "ffn_chunk_size", "compiled_mib"),
+    [(LLAMA_7B, -1, 4477), (LLAMA_7B, 2048, 3930), (LLAMA_13B, 2048, 5829)],
+)
+def test_peak_is_close_to_tpu_plan(config: Mapping[str, Any], ffn_chunk_size: int, compiled_mib: int):
+    options = {"itemsize": 2, "blocks_overlap": False, "remat_policy": "nothing_saveable", "attention_tile": (512, 512)}
+    sizes = {"micro_batch_size": 64, "seq_length": 32768, "ffn_chunk_size": ffn_chunk_size}
+    memory = estimate("llama", config, "1,64,4", **sizes, **options)
+    assert memory.peak / MIB == pytest.approx(compiled_mib, rel=0.15)
+
+
+@pytest.mark.parametrize("remat_policy", ["none", "everything_saveable"])
+def test_layers_without_remat_hold_attention_and_mlp(remat_policy: str):
+    overlapping, exclusive = (
+        estimate("llama", DEEP, seq_length=1024, remat_policy=remat_policy, blocks_overlap=overlap)
+        for overlap in (True, False)
+    )
+    assert overlapping == exclusive
+
+
 def test_experts_need_rows_of_one_chunk_and_save_nothing():
     """Each token has 2 outputs and 2 gradients of 512 float32 elements."""
     options: dict[str, Any] = {"seq_length": 4096, "remat_policy": "dots_saveable"}

@@ -50,7 +50,7 @@ def choose_auto(device: DeviceKind, length: int = 4096) -> tuple[KernelChoice, l
 
 def test_needs_come_from_model_recipe_and_mesh():
     recipe = load("model.dtype=bfloat16", "model.remat_policy=dots_saveable")
-    needs = attention_needs(recipe, llama(num_key_value_heads=2), mesh=parse_mesh("1,2,4"), rules=DEFAULT_RULES)
+    needs = attention_needs(recipe, llama(num_key_value_heads=2), parse_mesh("1,2,4"), DEFAULT_RULES)
     assert needs == AttentionNeeds(
         frozenset({Feature.CAUSAL, Feature.GROUPED_HEADS, Feature.SAVED_SCORES}), "bfloat16", 8
     )
@@ -58,7 +58,7 @@ def test_needs_come_from_model_recipe_and_mesh():
 
 def test_needs_include_random_masks():
     rates = DropoutConfig(attention=0.1, fcm_ratio=(0.0, 0.2))
-    needs = attention_needs(load(), llama(), mesh=None, rules=DEFAULT_RULES, dropout=rates)
+    needs = attention_needs(load(), llama(), None, DEFAULT_RULES, rates)
     assert needs.features == {Feature.CAUSAL, Feature.DROPOUT, Feature.FCM}
 
 

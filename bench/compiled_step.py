@@ -1,0 +1,118 @@
+"""Compile a whole LLaMA training step for a TPU topology, without a TPU, and print its memory and collectives.
+
+    python -m bench.compiled_step --size 7b --topology v5p:8x8x4 --mesh 1,64,4
+
+The step is that of `prep train`: gradients, optimizer, donated state. libtpu compiles it (`pip install
+'prepcli[tpu]'`); without `--topology` it is compiled for simulated CPU devices, where bfloat16 takes more memory.
+`estimated` is the estimate of `trainer.models.memory_estimate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.compiled_memory import MODEL_SIZES
+from trainer.models.compiled_plan import CompiledPlan
+from trainer.models.memory_estimate import estimate_memory
+from trainer.models.mesh import Mesh, parse_mesh
+from trainer.recipe import Recipe
+
+SIZES = MODEL_SIZES | {
+    "13b": {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of this command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compiled_step", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--topology", help="TPU topology such as v5p:8x8x4 (default: simulated CPU devices)")
+    parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
+    parser.add_argument("--rows", type=int, help="sequences of a step (default: one per data-parallel shard)")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)")
+    parser.add_argument("--remat", default="nothing_saveable", help="remat policy (default: %(default)s)")
+    parser.add_argument("--kernel", default="blockwise", help="attention kernel (default: %(default)s)")
+    parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
+    parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
+    parser.add_argument("--ffn-chunk", type=int, default=2048, help="tokens of an MLP chunk (default: %(default)s)")
+    parser.add_argument("--head-chunk", type=int, default=512, help="tokens of a head chunk (default: %(default)s)")
+    return parser
+
+
+def make_recipe(options: argparse.Namespace, mesh: Mesh) -> Recipe:
+    """Return the recipe of a step; neither its checkpoint nor its data exist."""
+    return Recipe.model_validate(
+        {
+            "name": options.size,
+            "mesh": str(mesh),
+            "model": {
+                "path": options.size,
+                "dtype": options.dtype,
+                "remat_policy": options.remat,
+                "attention_kernel": options.kernel,
+                "q_chunk_size": options.q_chunk,
+                "k_chunk_size": options.k_chunk,
+                "ffn_chunk_size": options.ffn_chunk,
+                "head_chunk_size": options.head_chunk,
+            },
+            "data": {"type": "text", "path": ("data.txt",), "seq_length": options.tokens},
+            "batch": {"size": options.rows or mesh.size("dp") * mesh.size("fsdp")},
+            "optimizer": {"lr": 1e-3},
+            "train": {"steps": 1000},
+        }
+    )
+
+
+def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
+    """Return the lines that show a plan, with sizes in MiB."""
+    outputs = plan.output_nbytes - plan.alias_nbytes
+    sizes = {
+        "temporary": plan.temp_nbytes,
+        "state and batch": plan.argument_nbytes,
+        "outputs not in place": outputs,
+        "in all": plan.peak_nbytes,
+        "estimated": estimated_nbytes,
+    }
+    lines = [f"{name:<22}{nbytes / 2**20:>10,.0f} MiB" for name, nbytes in sizes.items()]
+    for collective in plan.collectives:
+        size = f"{collective.nbytes / 2**20:>10,.0f} MiB"
+        lines.append(f"{collective.kind:<22}{size} in {collective.count} operations, each counted once")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the plan of one step."""
+    from trainer.distributed.sharding import sharding_without_devices
+    from trainer.training.compiled_plan import compiled_plan
+    from trainer.training.preflight import memory_run
+    from trainer.training.setup import model_from_manifest
+
+    options = make_parser().parse_args(arguments)
+    mesh = parse_mesh(options.mesh)
+    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 1 << 17, **SIZES[options.size]}
+    manifest = {"config": config, "tied": False, "scan": True, "scan_axis": 0, "rules": []}
+    recipe = make_recipe(options, mesh)
+    start_s = time.perf_counter()
+    plan = compiled_plan(recipe, manifest, mesh, options.topology)
+    wall_s = time.perf_counter() - start_s
+    run = memory_run(
+        recipe, model_from_manifest(manifest), sharding_without_devices(mesh), widens_bfloat16=not options.topology
+    )
+    host_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
+    print(
+        f"{options.size}, {options.dtype}, {recipe.batch.size} x {options.tokens:,} tokens, mesh {mesh}; of one device:"
+    )
+    print(*report_lines(plan, estimate_memory(run).peak), sep="\n")
+    print(f"compiled for {plan.target} in {wall_s:.0f} s with {host_mib:,} MiB of host memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The plan of a compiled training step for one device: its memory and its collectives. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+# A started operation is counted when it is done, because only then its type is that of the result. A TPU reduces and
+# scatters in a fusion named after both; the all-reduce in the fusion has the operand's type.
+_COLLECTIVE = re.compile(
+    rf"^ +(?:ROOT )?%?[\w.-]+ = (?P<type>\(.*?\)|\S+) "
+    rf"(?:(?P<kind>{_KINDS})(?:-done)?\(|fusion\(.*calls=%?all-reduce-scatter)"
+)
+_FUSED_REDUCE_SCATTER = re.compile(r"^%?all-reduce-scatter[\w.-]* \(")
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)[a-z\d]*)\[([\d,]*)\]")  # bits of an element, and the extents
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The collective operations of one kind in a compiled step.
+
+    Attributes:
+        kind: Name of the operation in HLO, such as all-gather.
+        count: Operations in the program; one in a loop counts once.
+        nbytes: Bytes of their results on one device.
+    """
+
+    kind: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """The compiler's plan of a training step; bytes are those of one device.
+
+    Attributes:
+        target: The devices, such as `v5p:8x8x4` or `8 CPU devices`.
+        is_upper_bound: Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs, and keeps both.
+        temp_nbytes: Temporary arrays.
+        argument_nbytes: The training state and the batch.
+        output_nbytes: The new training state and the metrics.
+        alias_nbytes: Outputs that take the place of arguments.
+        compile_s: Seconds of tracing and compiling.
+        collectives: The collective operations by kind.
+    """
+
+    target: str
+    is_upper_bound: bool
+    temp_nbytes: int
+    argument_nbytes: int
+    output_nbytes: int
+    alias_nbytes: int
+    compile_s: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes that the step needs: temporary arrays, arguments, and outputs in places of their own."""
+        return self.temp_nbytes + self.argument_nbytes + self.output_nbytes - self.alias_nbytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> CompiledPlan:
+        """Return the plan of a JSON object that `to_json` returned."""
+        collectives = tuple(Collective(**collective) for collective in fields["collectives"])
+        return cls(**{**fields, "collectives": collectives})
+
+
+def read_collectives(hlo: str) -> tuple[Collective, ...]:
+    """Return the collective operations in the text of a compiled HLO module, sorted by kind."""
+    sizes: dict[str, list[int]] = {}
+    is_fused = False
+    for line in hlo.splitlines():
+        if not line.startswith(" "):
+            is_fused = bool(_FUSED_REDUCE_SCATTER.match(line))
+        elif not is_fused and (match := _COLLECTIVE.match(line)):
+            sizes.setdefault(match["kind"] or "reduce-scatter", []).append(_type_nbytes(match["type"]))
+    return tuple(Collective(kind, len(nbytes), sum(nbytes)) for kind, nbytes in sorted(sizes.items()))
+
+
+def _type_nbytes(hlo_type: str) -> int:
+    """Return the bytes of the arrays in an HLO type, such as `(bf16[2,8]{1,0}, f32[])`."""
+    return sum(
+        math.prod(map(int, filter(None, extents.split(",")))) * int(bits or 8) // 8
+        for bits, extents in _ARRAY.findall(hlo_type)
+    )

@@ -1,0 +1,106 @@
+"""Compile a recipe's training step for devices that need not exist, in a process of its own.
+
+JAX starts with one set of devices and keeps it. The process therefore has simulated CPU devices only, whatever devices
+this machine has, and no training state is ever allocated in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trainer.data.packing import ColumnSpecs, packed_columns
+from trainer.data.seq2seq import seq2seq_columns
+from trainer.distributed.sharding import make_sharding_context
+from trainer.distributed.topology import run_compile_process, tpu_devices
+from trainer.models.compiled_plan import CompiledPlan
+from trainer.models.errors import USAGE, PrepError, UsageError
+from trainer.models.mesh import Mesh, parse_mesh
+from trainer.recipe import Recipe, batch_shape
+from trainer.recipe.checks import MAX_INT32
+from trainer.recipe.tables import Data
+from trainer.training.attention_choice import preferred_kernel
+from trainer.training.feed import column_shapes
+from trainer.training.setup import (
+    build_step_setup,
+    check_model_layout,
+    dropout_config,
+    model_from_manifest,
+    partition_rules,
+)
+from trainer.training.step_compilation import compile_plan
+
+MANIFEST_KEYS = ("config", "tied", "scan", "scan_axis", "rules")
+
+
+def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None = None) -> CompiledPlan:
+    """Compile a recipe's training step and return the compiler's plan.
+
+    Args:
+        recipe: The recipe. Its data need not exist.
+        manifest: Of a checkpoint's manifest `config` with the recipe's rotary embedding, `tied`, `scan`, `scan_axis`
+            and `rules`.
+        mesh: The mesh without open axes.
+        topology: TPU topology to compile for, such as `v5p:8x8x4`; None to compile for simulated CPU devices, whose
+            plan is an upper bound.
+
+    Raises:
+        PrepError: libtpu is missing, the step does not fit the devices' memory, or the compiler failed.
+        UsageError: The topology is unknown, or recipe, model, mesh and topology do not fit together.
+    """
+    request = {
+        "recipe": recipe.model_dump(mode="json"),
+        "manifest": {key: manifest[key] for key in MANIFEST_KEYS},
+        "mesh": str(mesh),
+        "topology": topology,
+    }
+    num_cpu_devices = 1 if topology else mesh.n_devices
+    answer = json.loads(run_compile_process(__name__, json.dumps(request), num_cpu_devices))
+    if error := answer.get("error"):
+        raise (UsageError if error["code"] == USAGE else PrepError)(**error)
+    return CompiledPlan.from_json(answer)
+
+
+def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None) -> CompiledPlan:
+    """Compile the step in this process."""
+    devices = tpu_devices(topology) if topology else None
+    sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices)
+    model = model_from_manifest(manifest)
+    check_model_layout(recipe, model, sharding)
+    dropout = dropout_config(recipe, model, manifest["config"])
+    setup = build_step_setup(
+        recipe,
+        model,
+        sharding=sharding,
+        kernel=preferred_kernel(recipe, model, sharding, dropout=dropout).name,
+        steps=recipe.train.steps or MAX_INT32,
+        dropout=dropout,
+    )
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    batch = column_shapes(_columns(recipe.data), shape.size, sharding)
+    return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices")
+
+
+def _columns(data: Data) -> ColumnSpecs:
+    """Return length and dtype of each array of a training row."""
+    return (
+        seq2seq_columns(data.source_length, data.seq_length) if data.source_length else packed_columns(data.seq_length)
+    )
+
+
+def main() -> None:
+    """Compile the request on stdin; write the plan or the error to stdout as a line of JSON."""
+    request = json.load(sys.stdin)
+    recipe, mesh = Recipe.model_validate_json(json.dumps(request["recipe"])), parse_mesh(request["mesh"])
+    try:
+        answer = _compile(recipe, request["manifest"], mesh, request["topology"]).to_json()
+    except PrepError as error:
+        answer = {"error": asdict(error)}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Compilation of the training step, and the compiler's plan of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from trainer.distributed.sharding import catch_out_of_memory
+from trainer.models.compiled_plan import CompiledPlan, read_collectives
+from trainer.training.step import StepSetup, state_shapes, train_step
+
+
+def jit_train_step(setup: StepSetup) -> Any:
+    """Return the jitted training step; it donates the state, and keeps its shardings."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
+    return jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+
+
+def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:
+    """Compile the training step for the devices of its mesh, and return the compiler's plan.
+
+    Args:
+        setup: The static parts of the step.
+        batch: Shape, dtype and sharding of each array of a batch.
+        target: Name of the devices.
+
+    Raises:
+        PrepError: The step does not fit the memory of the devices.
+    """
+    assert setup.sharding.device_mesh is not None
+    start_s = time.perf_counter()
+    with catch_out_of_memory():
+        compiled = jit_train_step(setup).lower(state_shapes(setup), batch).compile()
+    compile_s = time.perf_counter() - start_s
+    memory: Any = compiled.memory_analysis()
+    return CompiledPlan(
+        target=target,
+        is_upper_bound=setup.sharding.device_mesh.devices.flat[0].platform == "cpu",
+        temp_nbytes=memory.temp_size_in_bytes,
+        argument_nbytes=memory.argument_size_in_bytes,
+        output_nbytes=memory.output_size_in_bytes,
+        alias_nbytes=memory.alias_size_in_bytes,
+        compile_s=compile_s,
+        collectives=read_collectives(compiled.as_text()),
+    )
