@@ -90,9 +90,9 @@ def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan of one step."""
-    from trainer.distributed.sharding import sharding_without_devices
+    from trainer.models.rules import DEFAULT_RULES
+    from trainer.planning.step_inputs import step_inputs
     from trainer.training.compiled_plan import compiled_plan
-    from trainer.training.preflight import memory_run
     from trainer.training.setup import model_from_manifest
 
     options = make_parser().parse_args(arguments)
@@ -103,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start_s = time.perf_counter()
     plan = compiled_plan(recipe, manifest, mesh, options.topology)
     wall_s = time.perf_counter() - start_s
-    run = memory_run(
-        recipe, model_from_manifest(manifest), sharding_without_devices(mesh), widens_bfloat16=not options.topology
+    run = step_inputs(
+        recipe, model_from_manifest(manifest), mesh=mesh, rules=DEFAULT_RULES, widens_bfloat16=not options.topology
     )
     host_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10
     print(

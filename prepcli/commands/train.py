@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
-from prepcli.commands.train_report import TrainReporter, run_summary_lines
+from prepcli.commands.train_report import TrainReporter, run_summary_lines, tokenize_progress
 from prepcli.commands.train_start import (
     INIT_FOLDER,
     check_restart_source,
@@ -242,6 +242,7 @@ def _prepare_run(
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
     from trainer.training.preflight import run_warnings
+    from trainer.training.resume import check_resumable
 
     recipe, step = loaded.recipe, _resume_step(folder, reader)
     manifest = reader.manifest if step else setup.override_config(reader.manifest, recipe)
@@ -263,7 +264,7 @@ def _prepare_run(
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
     datasets = setup.build_datasets(
-        recipe, model, manifest=manifest, folders=folders, progress=_tokenize_progress(ui), note=ui.note
+        recipe, model, manifest=manifest, folders=folders, progress=tokenize_progress(ui), note=ui.note
     )
     manifest_fields = {"recipe": recipe_to_toml(recipe, loaded.origins)}
     job = setup.build_job(
@@ -277,7 +278,7 @@ def _prepare_run(
         stop_after=request.stop_after,
     )
     if step:
-        setup.check_resumable(manifest, job, changed=_changed_keys(folder, recipe), step=step)
+        check_resumable(manifest, job, changed=_changed_keys(folder, recipe), step=step)
     for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
         ui.warn(warning)
     return _Run(
@@ -304,25 +305,6 @@ def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
     pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
-    """Return a callback that shows the progress of tokenizing (bytes done, total bytes), one bar per text."""
-    progress = ui.progress()
-    done_nbytes = -1
-
-    def report_progress(nbytes: int, total: int) -> None:
-        nonlocal done_nbytes
-        if done_nbytes < 0:
-            progress.begin("tokenise", total)
-            done_nbytes = 0
-        progress.advance(nbytes - done_nbytes)
-        done_nbytes = nbytes
-        if nbytes >= total:
-            progress.end()
-            done_nbytes = -1
-
-    return report_progress
 
 
 def _load_train_state(run: _Run, reader: ItemReader) -> TrainState:

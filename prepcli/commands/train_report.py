@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
@@ -120,3 +120,22 @@ def _format_number(value: float | None, digits: int = 4) -> str:
 
 def _format_rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+
+
+def tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
+    """Return a callback that shows the progress of tokenizing (bytes done, total bytes), one bar per text."""
+    progress = ui.progress()
+    done_nbytes = -1
+
+    def report_progress(nbytes: int, total: int) -> None:
+        nonlocal done_nbytes
+        if done_nbytes < 0:
+            progress.begin("tokenise", total)
+            done_nbytes = 0
+        progress.advance(nbytes - done_nbytes)
+        done_nbytes = nbytes
+        if nbytes >= total:
+            progress.end()
+            done_nbytes = -1
+
+    return report_progress

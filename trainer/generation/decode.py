@@ -20,6 +20,7 @@ from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache, empty_kv_cache
+from trainer.nn.embedding import embed_tokens
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
 
@@ -236,7 +237,7 @@ def decode_step(
     lengths = q_positions[:, -1] + 1
     cos_sin = {rope: rotary_cos_sin_at(rope, q_positions, lengths, slots) for rope in model.arch_config.ropes}
     mask = AttentionMask(q_positions=q_positions, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
-    x = transformer.embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
+    x = embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
     x, updated_cache = transformer.run_decoder(
         params,
         x,

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import UNSPLIT, ShardingContext
+from trainer.distributed.sharding import UNSPLIT
 from trainer.distributed.token_order import order_tokens
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
@@ -25,11 +24,11 @@ from trainer.models.rope_config import Rope
 from trainer.nn import layer_stack, lm_head
 from trainer.nn.attention import project_kv
 from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
-from trainer.nn.block import block, shard_residual
+from trainer.nn.block import block
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, Stack
+from trainer.nn.embedding import embed_tokens, project_width
 from trainer.nn.layer_stack import LayerCarry, layer_weights
-from trainer.nn.linear import linear
 from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.norms import norm
@@ -162,45 +161,6 @@ def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfi
     return unflatten_tree({path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves})
 
 
-def embed_tokens(
-    params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig, positions: Array | None = None
-) -> Array:
-    """Embed tokens [B, T] as the input [B, T, D] of the first layer.
-
-    Args:
-        params: Parameters in the dtype of the computation.
-        tokens: int32 [B, T].
-        model: The model.
-        forward_config: Execution options.
-        positions: int32 [B, T]; None for the `token_order` of the mesh. Used only with learned positions.
-
-    Returns:
-        Token embeddings, plus learned position embeddings if the model has them.
-    """
-    arch_config = model.arch_config
-    x = jnp.take(params["embed"]["tokens"], _tokens_to_embed(tokens, model, forward_config.sharding), axis=0)
-    if arch_config.embed_scale != 1.0:
-        x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
-    x = _project(x, params, "project_in", forward_config=forward_config)
-    if arch_config.has_learned_positions:
-        offset, table = arch_config.position_offset, params["embed"]["positions"]
-        if positions is None:
-            x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
-        else:
-            x = x + table[offset + positions]
-    return shard_residual(x, forward_config.sharding)
-
-
-def _tokens_to_embed(tokens: Array, model: ModelSpec, sharding: ShardingContext) -> Array:
-    """Return the tokens [B, T], gathered along T if the same mesh axes split T and the dims of the embedding table.
-
-    XLA (jax 0.10.2) cannot compile the lookup otherwise.
-    """
-    table_axes = chain(*sharding.computed_axes(model.leaves["embed.tokens"]))
-    seq_axes = sharding.activation_axes(tokens.shape, "batch", "seq")[1]
-    return sharding.constrain(tokens, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else tokens
-
-
 def run_decoder(
     params: Tree,
     x: Array,
@@ -240,7 +200,7 @@ def run_decoder(
     mask = _with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
     run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
     x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer, dropout)
-    x = _project(x, params, "project_out", forward_config=forward_config)
+    x = project_width(x, params, "project_out", forward_config=forward_config)
     if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
         x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
     return x, None if kv_cache is None else kv_cache.advance(x.shape[1])
@@ -280,11 +240,6 @@ def _with_score_bias(
     if forward_config.attention_options.kernel != "reference":
         return mask
     return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))
-
-
-def _project(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:
-    """Project between the embedding width and the layer width, if the two differ."""
-    return linear(x, params[name], num_devices=forward_config.sharding.num_devices) if name in params else x
 
 
 def compute_logits(

@@ -31,45 +31,6 @@ from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
 from trainer.training.step import StepSetup
 
-# Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
-# The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
-# through the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
-CHANGEABLE_ON_RESUME = frozenset(
-    {
-        "name",
-        "mesh",
-        "rules",
-        "model.path",
-        "model.scan_layers",
-        "model.remat_policy",
-        "model.offload",
-        "model.head_chunk_size",
-        "model.ffn_chunk_size",
-        "model.attention_kernel",
-        "model.q_chunk_size",
-        "model.k_chunk_size",
-        "data.cache",
-        "batch.size",
-        "batch.per_device",
-        "batch.per_replica",
-        "batch.accumulate",
-        "optimizer.warmup_steps",
-        "optimizer.warmup_ratio",
-        "optimizer.decay_steps",
-        "train.steps",
-        "train.epochs",
-        "train.log_every",
-        "train.eval_every",
-        "train.max_skipped",
-        "eval.limit",
-        "checkpoint.every",
-        "checkpoint.keep",
-        "checkpoint.optimizer_state",
-    }
-)
-# Manifest keys that must be equal on resume, and their names in error messages.
-FIXED_ON_RESUME = {"data": "the data", "batch_size": "the batch size", "rate": "the learning rate schedule"}
-
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
@@ -382,31 +343,3 @@ def build_step_setup(
         dropout=dropout,
         seed=recipe.seed,
     )
-
-
-def check_resumable(
-    manifest: Mapping[str, Any], job: Job, *, changed: Mapping[str, tuple[Any, Any]], step: int
-) -> None:
-    """Check whether a job may resume from a checkpoint.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        job: The resuming job.
-        changed: Recipe keys whose values differ, as (value when the run began, value now).
-        step: Step of the checkpoint.
-
-    Raises:
-        PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
-            step.
-    """
-    fixed = {key: values for key, values in changed.items() if key not in CHANGEABLE_ON_RESUME}
-    hint = "`--restart` starts again from step 0; another `name` keeps both runs"
-    if fixed:
-        changes = ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in sorted(fixed.items()))
-        raise PrepError("the run began with another recipe", changes, hint)
-    for key, label in FIXED_ON_RESUME.items():
-        before, after = manifest.get(key), job.manifest_fields[key]
-        if before != after:
-            raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
-    if step > job.steps:
-        raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train import _kept_note, _tokenize_progress
+from prepcli.commands.train import _kept_note
+from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
@@ -357,7 +358,7 @@ def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.Monk
             calls.append((written_bytes,))
 
     monkeypatch.setattr(Ui, "progress", lambda _: Heard())
-    report_progress = _tokenize_progress(open_ui("train", False, True, 0))
+    report_progress = tokenize_progress(open_ui("train", False, True, 0))
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
         report_progress(done, total)
     assert calls == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]

@@ -13,11 +13,12 @@ from trainer.models.attention_kernels import (
     KERNEL_SPECS,
     MAX_DENSE_LENGTH,
     DeviceKind,
+    check_saved_scores,
     missing,
     rank_kernels,
 )
 from trainer.models.attention_needs import AttentionNeeds, Feature
-from trainer.models.errors import UsageError
+from trainer.models.errors import USAGE, PrepError, UsageError
 from trainer.models.memory_inputs import NO_SCORES
 
 CPU, TPU, ROCM = DeviceKind("cpu"), DeviceKind("tpu"), DeviceKind("rocm")
@@ -151,3 +152,15 @@ def test_unknown_compute_capability_has_the_smaller_limit():
     wide = dataclasses.replace(LLAMA, head_dim=256)
     assert [*missing(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda"))]
     assert not [*missing(KERNEL_SPECS["cudnn"], wide, DeviceKind("cuda", (10, 0)))]
+
+
+def test_policy_that_saves_scores_needs_a_kernel_with_scores():
+    with pytest.raises(PrepError) as caught:
+        check_saved_scores("dots_saveable", "blockwise")
+    assert (caught.value.code, str(caught.value)) == (
+        USAGE,
+        '`model.remat_policy` is "dots_saveable", and `model.attention_kernel` "blockwise" - '
+        'the policy saves the scores of all tiles - `model.remat_policy = "nothing_saveable"`',
+    )
+    for policy, kernel in (("dots_saveable", "reference"), ("dots_saveable", "auto"), (("q",), "blockwise")):
+        check_saved_scores(policy, kernel)

@@ -161,7 +161,7 @@ def test_rules_of_parameters_and_activations_are_separate():
     ("texts", "shown"),
     [
         ([], ["vocab=mp", "embed=fsdp"]),
-        (["embed=none", "act:seq=sp", "act:embed=none"], ["vocab=mp", "embed=none", "act:seq=sp"]),
+        (["embed=none", "act:seq=none", "act:embed=none"], ["vocab=mp", "embed=none", "act:seq=none"]),
         ([r"re:^head=mp,none", "auto"], ["re:^head=mp,none", "auto"]),
         (
             ["flaxlm:1,1"],

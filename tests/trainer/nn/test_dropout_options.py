@@ -84,8 +84,8 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     keys = make_dropout(ROWS).layer_keys(1)
     assert keys is not None
     masks = LayerDropout(CONFIG, RandomKey(*(words[0] for words in keys)), jnp.arange(LENGTH))
-    cos_sin = rotary_cos_sin(arch_config.rope, LENGTH) if arch_config.rope else None
-    mask = dataclasses.replace(causal_mask(LENGTH), cos_sin=cos_sin)
+    cos_sin = rotary_cos_sin(arch_config.rope, jnp.arange(LENGTH)) if arch_config.rope else None
+    mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
     context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)
     output = block(x, layers[0], context)[0]

@@ -106,7 +106,7 @@ def forward(
     tiled_q, labels = lax.optimization_barrier((q, constants))
     cut_q, cut_kv = (partial(split_chunks, chunk_size=size) for size in (config.q_size, config.kv_size))
     q_tiles = jax.tree.map(cut_q, (tiled_q, _q_labels(labels)))
-    kv_tiles = *map(_head_major, map(cut_kv, (k, v))), jax.tree.map(cut_kv, labels.kv_labels)
+    kv_tiles = _head_major(cut_kv(k)), _head_major(cut_kv(v)), jax.tree.map(cut_kv, labels.kv_labels)
 
     def run_q_tile(_: None, q_tile: tuple[Array, Labels]) -> tuple[None, tuple[Array, Array]]:
         queries, q_labels = _head_major(q_tile[0], 1), q_tile[1]

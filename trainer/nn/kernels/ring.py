@@ -28,8 +28,7 @@ from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
 from trainer.models.mesh import MeshAxes
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
-from trainer.nn.kernels import blockwise
-from trainer.nn.kernels.blockwise import LOWEST, Residuals
+from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.tiles import Constants, Labels, TileConfig, attend_in_tiles, has_visible, tile_config
 from trainer.nn.random_bits import RandomKey
@@ -168,7 +167,7 @@ def _local_forward(
     def attend(so_far: _PartialOutput, shard: _Shard) -> _PartialOutput:
         def merge(so_far: _PartialOutput) -> _PartialOutput:
             shard_labels = labels._replace(kv_labels=shard.labels)
-            _, saved = blockwise.forward(config, q, shard.k, shard.v, bias_table, shard_labels)
+            _, saved = forward(config, q, shard.k, shard.v, bias_table, shard_labels)
             return _merge(so_far, _PartialOutput(saved.output, saved.log_normalizer))
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
@@ -209,7 +208,7 @@ def _local_backward(config: TileConfig, ring: _Ring, saved: Residuals, output_gr
         def compute() -> _Gradients:
             constants = labels._replace(kv_labels=shard.labels)
             of_shard = saved._replace(k=shard.k, v=shard.v, constants=constants)
-            return _Gradients(*blockwise.backward(config, of_shard, output_gradient)[:4])
+            return _Gradients(*backward(config, of_shard, output_gradient)[:4])
 
         is_visible = has_visible(config, labels.q_labels, shard.labels)
         return lax.cond(is_visible, compute, lambda: zeros)

@@ -1,0 +1,62 @@
+"""The input of the first layer: embeddings of tokens and of learned positions.
+
+Axes: B rows of the batch, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import jax.numpy as jnp
+from jax import Array
+
+from trainer.distributed.sharding import UNSPLIT, ShardingContext
+from trainer.distributed.token_order import order_tokens
+from trainer.models.param_tree import Tree
+from trainer.nn.block import shard_residual
+from trainer.nn.linear import linear
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
+
+
+def embed_tokens(
+    params: Tree, tokens: Array, model: ModelSpec, forward_config: ForwardConfig, positions: Array | None = None
+) -> Array:
+    """Embed tokens [B, T] as the input [B, T, D] of the first layer.
+
+    Args:
+        params: Parameters in the dtype of the computation.
+        tokens: int32 [B, T].
+        model: The model.
+        forward_config: Execution options.
+        positions: int32 [B, T]; None for the `token_order` of the mesh. Used only with learned positions.
+
+    Returns:
+        Token embeddings, plus learned position embeddings if the model has them.
+    """
+    arch_config = model.arch_config
+    x = jnp.take(params["embed"]["tokens"], _tokens_to_embed(tokens, model, forward_config.sharding), axis=0)
+    if arch_config.embed_scale != 1.0:
+        x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
+    x = project_width(x, params, "project_in", forward_config=forward_config)
+    if arch_config.has_learned_positions:
+        offset, table = arch_config.position_offset, params["embed"]["positions"]
+        if positions is None:
+            x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
+        else:
+            x = x + table[offset + positions]
+    return shard_residual(x, forward_config.sharding)
+
+
+def _tokens_to_embed(tokens: Array, model: ModelSpec, sharding: ShardingContext) -> Array:
+    """Return the tokens [B, T], gathered along T if the same mesh axes split T and the dims of the embedding table.
+
+    XLA (jax 0.10.2) cannot compile the lookup otherwise.
+    """
+    table_axes = chain(*sharding.computed_axes(model.leaves["embed.tokens"]))
+    seq_axes = sharding.activation_axes(tokens.shape, "batch", "seq")[1]
+    return sharding.constrain(tokens, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else tokens
+
+
+def project_width(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:
+    """Project between the embedding width and the layer width, if the two differ."""
+    return linear(x, params[name], num_devices=forward_config.sharding.num_devices) if name in params else x
