@@ -16,7 +16,8 @@ from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors, same_bits
 
 QUERY_RULE = r"re:^layers\.attn\.(q|k|v)\.weight$=none,fsdp,mp"
-WIDE: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1, "num_key_value_heads": 8}  # a query weight of 1 MiB
+# a query weight of 1 MiB
+WIDE: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1, "num_key_value_heads": 8}
 QUERY, OUTPUT = "params.layers.attn.q.weight", "params.layers.attn.o.weight"
 
 
