@@ -113,7 +113,8 @@ RULE_ERRORS = {
     "unknown axis": ('["embed=fdsp"]', "`rules embed=fdsp`: unknown mesh axis `fdsp` - "),
     "no axis": (
         '["embed"]',
-        "`rules embed` is invalid - a rule is DIM=AXIS[+AXIS][|…|none], `act:` before it, re:PATTERN=AXIS,AXIS, or a preset - "
+        "`rules embed` is invalid - a rule is DIM=AXIS[+AXIS][|…|none], `act:` before it, re:PATTERN=AXIS,AXIS, "
+        "or a preset - "
         '`rules = ["kv_heads=mp|none"]`',
     ),
     "two rules": ('["embed=mp", "embed=fsdp"]', "two rules for embed - `embed=mp` and `embed=fsdp` - "),
