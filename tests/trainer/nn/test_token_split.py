@@ -118,5 +118,8 @@ def test_memory_falls_with_the_number_of_token_shards():
 def test_forward_config_rejects_kernels_that_need_whole_rows(kernel: str):
     sharding = make_sharding_context(parse_mesh(MESH))
     error = error_of(partial(ForwardConfig, sharding=sharding, attention_options=AttentionOptions(kernel)))
-    assert error.what == "`model.attention_kernel = reference` does not go with mesh dp:1,fsdp:2,mp:2,sp:2"
-    assert error.hint == '`model.attention_kernel = "blockwise"`'
+    assert error.what == "attention kernel `reference` cannot compute this model's attention"
+    assert (error.why, error.hint) == (
+        "it does not support sequences split over devices",
+        '`model.attention_kernel = "auto"`',
+    )

@@ -115,7 +115,7 @@ def test_loop_resumes_on_another_mesh_with_same_batches(
 def test_loop_resumes_bit_exactly_where_sp_splits_tokens(uninterrupted: FinishedRun, tmp_path: Path):
     """The batches are those of other meshes, and so are the losses of training and evaluation within rounding."""
     options = {"attention_options": AttentionOptions("blockwise", 2, 3), "ffn_chunk_size": 3}
-    setup = runs.make_setup(mesh="fsdp:2,mp:2,sp:2", **options)
+    setup = runs.make_setup(mesh="fsdp:2,mp:2,sp:2", dropout=runs.DROPOUT, **options)
     whole = FinishedRun(tmp_path, runs.make_job(setup, steps=STEPS))
     np.testing.assert_allclose(whole.losses(), uninterrupted.losses(), rtol=1e-5)
     (evaluation,), (expected,) = whole.callbacks.evaluations, uninterrupted.callbacks.evaluations
