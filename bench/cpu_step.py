@@ -1,13 +1,13 @@
 """Compare a training step on the CPU with transformers and torch: float32 forward, backward, clipping and AdamW.
 
     python -m bench.cpu_step
-    python -m bench.cpu_step --rows 2 --threads 1 --head-chunk 128
+    python -m bench.cpu_step --rows 2 --threads 1
     python -m bench.cpu_step --kernel reference --head-chunk 512
 
 Needs the `parity` extra. Both systems start from the same weights, read the same tokens and run alternately, one step
 at a time, each in a process of its own that is limited to the same cores. Their losses must agree. CPU seconds depend
-less on other load than wall seconds do, and the best step less than the median. The defaults of the kernel and of
-chunks are the fastest for a CPU, not those of a recipe.
+less on other load than wall seconds do, and the best step less than the median. Without options the kernel and the
+sizes of tiles and chunks are those of a recipe that sets none; they are printed to stderr.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def run_system(
     system: str, model: Path, threads: int, *, options: argparse.Namespace
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a process that takes the steps of one system."""
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in STEP_OPTIONS]
+    values = {name: getattr(options, name) for name in STEP_OPTIONS}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
     words += [f"--model={model}", f"--threads={threads}", f"--vocab={CONFIG['vocab_size']}"]
     # with the default policy idle threads of torch spin, which counts as CPU time and slows the other system
     environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "JAX_PLATFORMS": "cpu"}
@@ -126,8 +127,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         count = write_model(Path(folder), CONFIG)
         load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
         print(f"{count:,} parameters, {options.rows} x {options.tokens} tokens, {os.cpu_count()} cores, load {load}")
-        tile, head = f"{options.q_chunk} x {options.k_chunk}", options.head_chunk
-        print(f"prep: {options.kernel} attention in tiles of {tile}, head in chunks of {head} tokens per sequence")
         columns = ("best wall s", "median wall s", "best CPU s", "median CPU s")
         print(f"{'threads':>7}  {'':<10}" + "".join(f"{column:>13}" for column in columns))
         for threads in map(int, options.threads.split(",")):

@@ -1,7 +1,7 @@
 """One training step of a small LLaMA on the CPU, in prep and in transformers with torch.
 
 `bench.cpu_step` runs `python -m bench.cpu_step_systems` once per system. The process takes one step for each line that
-it reads, and prints the step's loss and cost as a line of JSON.
+it reads, and prints the step's loss and cost as a line of JSON. That of prep prints its kernel and sizes to stderr.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from trainer.recipe import Recipe
+
 CONFIG: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
+MAX_STEPS = 1_000_000
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0
 
 Step = Callable[[np.ndarray], float]  # tokens [B, T] -> mean loss before the step
@@ -91,23 +94,52 @@ def build_prep_step(options: argparse.Namespace) -> Step:
     return step
 
 
-def _prep_setup(options: argparse.Namespace) -> Any:
-    """Return the setup of prep's step with the kernel and chunk sizes of the options."""
-    from trainer.models.registry import FAMILIES
-    from trainer.nn.kernels.options import AttentionOptions
-    from trainer.nn.model_spec import ForwardConfig, build_model
-    from trainer.recipe.optimizer_tables import AdamWTable
-    from trainer.training.optimizers import build_optimizer
-    from trainer.training.step import StepSetup
-
-    config = json.loads((options.model / "config.json").read_bytes())
-    attention = AttentionOptions(options.kernel, options.q_chunk, options.k_chunk)
-    forward = ForwardConfig(attention_options=attention, head_chunk_size=options.head_chunk)
-    table = AdamWTable(
-        lr=LEARNING_RATE, schedule="constant", warmup_steps=0, b1=B1, b2=B2, eps=EPS,
-        weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM,
+def make_recipe(options: argparse.Namespace) -> Recipe:
+    """Return the recipe of prep's step; its data does not exist."""
+    return Recipe.model_validate(
+        {
+            "name": "cpu_step",
+            "mesh": "1,1,1",
+            "model": {
+                "path": str(options.model),
+                "attention_kernel": options.kernel,
+                "q_chunk_size": options.q_chunk,
+                "k_chunk_size": options.k_chunk,
+                "head_chunk_size": options.head_chunk,
+            },
+            "data": {"type": "text", "path": ("data.txt",), "seq_length": options.tokens},
+            "batch": {"size": options.rows},
+            "optimizer": {
+                "lr": LEARNING_RATE, "schedule": "constant", "warmup_steps": 0, "b1": B1, "b2": B2, "eps": EPS,
+                "weight_decay": WEIGHT_DECAY, "clip_norm": CLIP_NORM,
+            },
+            "train": {"steps": MAX_STEPS},
+        }
     )  # fmt: skip
-    return StepSetup(build_model(FAMILIES["llama"], config, is_tied=False), forward, build_optimizer(table, 1_000_000))
+
+
+def _prep_setup(options: argparse.Namespace) -> Any:
+    """Return the setup of prep's step, as `prep train` builds it."""
+    import jax
+
+    from trainer.distributed.device_kind import device_kind
+    from trainer.distributed.sharding import make_sharding_context
+    from trainer.models.mesh import parse_mesh
+    from trainer.models.registry import FAMILIES
+    from trainer.nn.model_spec import build_model
+    from trainer.training.attention_choice import preferred_kernel
+    from trainer.training.setup import build_step_setup
+
+    recipe, config = make_recipe(options), json.loads((options.model / "config.json").read_bytes())
+    model = build_model(FAMILIES["llama"], config, is_tied=False)
+    sharding = make_sharding_context(parse_mesh(recipe.mesh), devices=jax.devices()[:1])
+    kernel = preferred_kernel(recipe, model, sharding, device=device_kind(sharding))
+    setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel.name, steps=MAX_STEPS)
+    forward_config, attention = setup.forward_config, setup.forward_config.attention_options
+    tile, head = f"{attention.q_chunk_size} x {attention.k_chunk_size}", forward_config.head_chunk_size
+    text = f"prep: {attention.kernel} attention in tiles of {tile}, head in chunks of {head} tokens per sequence"
+    print(text, file=sys.stderr)
+    return setup
 
 
 BUILDERS: Mapping[str, Callable[[argparse.Namespace], Step]] = {"prep": build_prep_step, "torch": build_torch_step}
@@ -117,10 +149,10 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a step: its batch, and prep's kernel and chunk sizes."""
     parser.add_argument("--rows", type=int, default=8, help="sequences of a batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence (default: %(default)s)")
-    parser.add_argument("--kernel", default="blockwise", help="prep's attention kernel (default: %(default)s)")
-    parser.add_argument("--q-chunk", type=int, default=64, help="queries of a tile (default: %(default)s)")
-    parser.add_argument("--k-chunk", type=int, default=64, help="keys of a tile (default: %(default)s)")
-    parser.add_argument("--head-chunk", type=int, default=32, help="`model.head_chunk_size` (default: %(default)s)")
+    parser.add_argument("--kernel", default="auto", help="prep's attention kernel (default: %(default)s)")
+    parser.add_argument("--q-chunk", type=int, help="queries of a tile (default: chosen for CPUs)")
+    parser.add_argument("--k-chunk", type=int, help="keys of a tile (default: chosen for CPUs)")
+    parser.add_argument("--head-chunk", type=int, help="`model.head_chunk_size` (default: chosen for CPUs)")
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -15,6 +15,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps
+from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
 from trainer.models.memory_estimate import STATE_COPIES
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.param_tree import ParamLeaf
@@ -78,12 +79,9 @@ def plan_run(recipe: Recipe, model: PlannedModel, sharding: ShardingContext) -> 
     """Return the plan of a step on the devices of a run, and the memory of one device; None if it is unknown."""
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
-    plan = plan_training(
-        with_values(recipe, {"mesh": str(sharding.mesh)}),
-        model,
-        sharding.rules,
-        widens_bfloat16=devices[0].platform == "cpu",
-    )
+    # the kernel of an accelerator may fail its numeric check, and the others need more memory
+    device = CPU if devices[0].platform == CPU.platform else ANY_ACCELERATOR
+    plan = plan_training(with_values(recipe, {"mesh": str(sharding.mesh)}), model, sharding.rules, device=device)
     return plan, device_memory_nbytes(devices, host_memory())
 
 

@@ -9,11 +9,13 @@ from prepcli.console.formatting import format_bytes, format_duration, format_tim
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
+from trainer.models.chunk_sizes import WHOLE
 from trainer.models.dropout_config import DROPOUT_SITES, DropoutConfig
 from trainer.models.rope_config import Rope
 from trainer.models.rule_text import rule_texts
 
 if TYPE_CHECKING:
+    from trainer.nn.kernels.options import AttentionOptions
     from trainer.recipe import Recipe
     from trainer.training.loop import Job
 
@@ -38,7 +40,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(None, [rope_text(setup.model.arch_config), dropout_text(setup.dropout)])
-    yield str(kernel)
+    yield attention_text(kernel, setup.forward_config.attention_options)
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
     yield (
@@ -49,6 +51,13 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
         yield f"evaluation on {min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows):,} sequences"
     if step:
         yield f"resuming at step {step}"
+
+
+def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:
+    """Return an attention kernel, the reason for it, and the sizes of its tiles as text."""
+    sizes = {"queries": options.q_chunk_size, "keys": options.k_chunk_size}
+    tile = " x ".join(f"{'all' if size == WHOLE else size} {name}" for name, size in sizes.items())
+    return f"{kernel}, tiles of {tile}" if options.spec.has_tiles else str(kernel)
 
 
 def rope_text(arch_config: ArchConfig) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from bench import cpu_step
-from bench.cpu_step import WARMUP_STEPS, StepCost, print_report
+from bench.cpu_step import WARMUP_STEPS, StepCost, make_parser, print_report
+from bench.cpu_step_systems import make_recipe
 
 TINY = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -35,12 +37,20 @@ def test_print_report_fails_if_losses_differ(loss: float):
         print_report(1, {"prep": make_costs(loss, 1.0), "torch": make_costs(5.0, 1.0)})
 
 
+def test_recipe_leaves_the_sizes_to_the_devices():
+    options = make_parser().parse_args([])
+    options.model = Path("model")
+    model = make_recipe(options).model
+    assert model.attention_kernel == "auto"
+    assert (model.q_chunk_size, model.k_chunk_size, model.head_chunk_size) == (None, None, None)
+
+
 @pytest.mark.slow
 def test_main_measures_both_systems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     monkeypatch.setattr(cpu_step, "CONFIG", cpu_step.CONFIG | TINY)
     cpu_step.main(["--rows", "2", "--tokens", "8", "--threads", "1", "--repeats", "1", "--head-chunk", "3"])
-    _, _, _, *rows, losses = capsys.readouterr().out.splitlines()
+    _, _, *rows, losses = capsys.readouterr().out.splitlines()
     assert [row.split()[:2] for row in rows] == [["1", "prep"], ["1", "torch"], ["1", "speed"]]
     assert re.fullmatch(r" +losses of 3 steps differ by at most [\d.]+e-\d+ of their value", losses)

@@ -15,7 +15,9 @@ from trainer.models.memory_inputs import NO_SCORES
 from trainer.models.remat import SAVES_INPUT, SAVES_SCORES, RematPolicy
 
 AUTO = "auto"
-MAX_DENSE_LENGTH = 1024  # tokens up to which dense attention is at least as fast as blockwise attention on a CPU
+# Tokens up to which dense attention is preferred to blockwise attention
+MAX_DENSE_LENGTH = 1024  # it is at least as fast as tiles of 512, the default of accelerators
+CPU_MAX_DENSE_LENGTH = 255  # tiles of 64, the default of CPUs, save little, and take longer to compile
 HOPPER = (9, 0)  # compute capability
 
 
@@ -30,6 +32,10 @@ class DeviceKind:
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+
+
+CPU = DeviceKind("cpu")
+ANY_ACCELERATOR = DeviceKind("accelerator")  # for estimates: an accelerator without a kernel of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +149,8 @@ def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, l
     """Return the kernels that can compute the attention of a run, the best first.
 
     `auto` prefers the kernels made for the platform. Without one it prefers blockwise attention for sequences of more
-    than MAX_DENSE_LENGTH tokens. The choice does not depend on the mesh, so that a run that resumes on another one
-    keeps its kernel.
+    than MAX_DENSE_LENGTH tokens, on CPUs of more than CPU_MAX_DENSE_LENGTH. The choice does not depend on the mesh, so
+    that a run that resumes on another one keeps its kernel.
 
     Args:
         requested: A name, or `auto`.
@@ -164,24 +170,22 @@ def rank_kernels(requested: str, needs: AttentionNeeds, *, device: DeviceKind, l
             raise unsupported_error(spec, reasons)
         return (KernelChoice(spec.name, "set by the recipe"),)
     accelerated = [spec for spec in KERNEL_SPECS.values() if device.platform in spec.platforms]
-    is_long = length > MAX_DENSE_LENGTH
+    max_dense_length = CPU_MAX_DENSE_LENGTH if device.platform == CPU.platform else MAX_DENSE_LENGTH
+    is_long = length > max_dense_length
     general = [KERNEL_SPECS[name] for name in (("blockwise", "reference") if is_long else ("reference", "blockwise"))]
+    length_reason = f"sequences of {'more than' if is_long else 'up to'} {max_dense_length:,} tokens"
     choices: list[KernelChoice] = []
     skipped = [] if accelerated else [f"no kernel for {device.platform}"]
     for spec in (*accelerated, *general):
         reasons = [f"{spec.name} {reason}" for reason in missing(spec, needs, device)]
         if not reasons:
-            why = f"the kernel for {device.platform}" if spec.platforms else _length_reason(is_long)
+            why = f"the kernel for {device.platform}" if spec.platforms else length_reason
             choices.append(KernelChoice(spec.name, "; ".join([f"{AUTO}: {why}", *skipped])))
         skipped += reasons
     if not choices:
         hint = 'a `mesh` without sp, or `model.remat_policy = "nothing_saveable"`'
         raise usage_error("no kernel can compute this model's attention", "; ".join(skipped), hint)
     return tuple(choices)
-
-
-def _length_reason(is_long: bool) -> str:
-    return f"sequences of {'more than' if is_long else 'up to'} {MAX_DENSE_LENGTH:,} tokens"
 
 
 def find_kernel(name: str) -> KernelSpec:

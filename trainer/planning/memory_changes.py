@@ -13,6 +13,7 @@ from trainer.models.remat import SAVES_ALL
 from trainer.models.rules import Rules
 from trainer.planning.meshes import meshes_of
 from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.step_inputs import chunk_sizes
 from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
 
 FFN_CHUNK_SIZES = (2048, 512)
@@ -65,7 +66,7 @@ def find_memory_change(
     def replan(values: Mapping[str, Any]) -> TrainingPlan | None:
         try:
             recipe = with_values(plan.recipe, values)
-            return plan_training(recipe, model, rules, widens_bfloat16=plan.widens_bfloat16)
+            return plan_training(recipe, model, rules, device=plan.device)
         except PrepError:
             return None
 
@@ -108,22 +109,23 @@ def _drop_needless(change: MemoryChange, replan: Replan, limit_nbytes: int) -> M
 def _candidates(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     """Yield changes that keep the mesh and the batch size, in the order in which to try them."""
     length, current = plan.inputs.seq_length, plan.recipe.model
+    sizes = chunk_sizes(plan.recipe, plan.device, num_rows=plan.inputs.local_batch_size)
     if current.remat_policy in SAVES_ALL:
         yield {"model.remat_policy": "nothing_saveable"}
     if plan.inputs.attention_tile is None:
         yield {"model.attention_kernel": "blockwise", "model.remat_policy": "nothing_saveable"}
-    yield from _smaller("model.head_chunk_size", current.head_chunk_size, HEAD_CHUNK_SIZES[:1], length)
+    yield from _smaller("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES[:1], length)
     yield from _smaller("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES[:1], length)
     yield from _more_micro_batches(plan)
     if current.remat_policy != "nothing_saveable":
         yield {"model.remat_policy": "nothing_saveable"}
-    for key, value, sizes in (
+    for key, value, smaller_sizes in (
         ("model.ffn_chunk_size", current.ffn_chunk_size, FFN_CHUNK_SIZES),
-        ("model.head_chunk_size", current.head_chunk_size, HEAD_CHUNK_SIZES),
-        ("model.q_chunk_size", current.q_chunk_size, TILE_SIZES),
-        ("model.k_chunk_size", current.k_chunk_size, TILE_SIZES),
+        ("model.head_chunk_size", sizes.head, HEAD_CHUNK_SIZES),
+        ("model.q_chunk_size", sizes.queries, TILE_SIZES),
+        ("model.k_chunk_size", sizes.keys, TILE_SIZES),
     ):
-        yield from _smaller(key, value, sizes, length)
+        yield from _smaller(key, value, smaller_sizes, length)
 
 
 def _smaller(key: str, current: int, sizes: tuple[int, ...], length: int) -> Iterator[Mapping[str, Any]]:

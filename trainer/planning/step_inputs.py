@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import AUTO, DeviceKind, find_kernel, rank_kernels
+from trainer.models.attention_kernels import ANY_ACCELERATOR, AUTO, DeviceKind, find_kernel, rank_kernels
 from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
@@ -43,7 +44,13 @@ class ModelShapes:
 
 
 def step_inputs(
-    recipe: Recipe, model: Shapes, *, mesh: Mesh, rules: Rules, widens_bfloat16: bool = False
+    recipe: Recipe,
+    model: Shapes,
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    device: DeviceKind = ANY_ACCELERATOR,
+    widens_bfloat16: bool = False,
 ) -> MemoryInputs:
     """Return the inputs of the memory estimate of a training step.
 
@@ -52,12 +59,19 @@ def step_inputs(
         model: The model to train.
         mesh: The mesh without open axes.
         rules: Partition rules.
+        device: Kind of the devices, for the choice of `auto` and for sizes that the recipe does not set.
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
 
     Raises:
         UsageError: The batch does not divide among the devices.
     """
-    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=num_batch_shards(mesh, rules))
+    n_replicas = num_batch_shards(mesh, rules)
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
+    sizes = chunk_sizes(recipe, device, num_rows=shape.micro_batch_size // n_replicas)
+    kernel = recipe.model.attention_kernel
+    if kernel == AUTO:
+        needs = attention_needs(recipe, model, mesh, rules)
+        kernel = rank_kernels(AUTO, needs, device=device, length=longest_sequence(recipe))[0].name
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,
@@ -69,9 +83,9 @@ def step_inputs(
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
         offload=recipe.model.offload,
-        head_chunk_size=recipe.model.head_chunk_size,
+        head_chunk_size=sizes.head,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
-        attention_tile=_score_tile(recipe, model, mesh, rules),
+        attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
         accumulate=shape.accumulate,
         blocks_overlap=widens_bfloat16,
     )
@@ -104,16 +118,20 @@ def longest_sequence(recipe: Recipe) -> int:
     return max(recipe.data.seq_length, recipe.data.source_length or 0)
 
 
-def _score_tile(recipe: Recipe, model: Shapes, mesh: Mesh, rules: Rules) -> tuple[int, int] | None:
-    """Return the queries and keys whose scores exist at the same time; None if those of all do.
+def chunk_sizes(recipe: Recipe, device: DeviceKind, *, num_rows: int) -> ChunkSizes:
+    """Return the sizes of tiles and of head chunks of a run: those that its recipe sets, and the devices' defaults.
 
-    `auto` is the kernel that a CPU gets: the plan is an upper bound for devices with a kernel of their own.
+    Args:
+        recipe: The recipe.
+        device: Kind of the devices.
+        num_rows: Sequences of a micro-batch on one device.
     """
-    kernel = recipe.model.attention_kernel
-    if kernel == AUTO:
-        needs = attention_needs(recipe, model, mesh, rules)
-        kernel = rank_kernels(AUTO, needs, device=DeviceKind("cpu"), length=longest_sequence(recipe))[0].name
-    return find_kernel(kernel).score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size)
+    default, model = default_chunk_sizes(device, length=longest_sequence(recipe), num_rows=num_rows), recipe.model
+    return ChunkSizes(
+        queries=default.queries if model.q_chunk_size is None else model.q_chunk_size,
+        keys=default.keys if model.k_chunk_size is None else model.k_chunk_size,
+        head=default.head if model.head_chunk_size is None else model.head_chunk_size,
+    )
 
 
 def context_warnings(recipe: Recipe, model: Shapes) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh
@@ -52,7 +53,7 @@ class TrainingPlan:
         memory: Memory of one device.
         flops: Operations of all devices.
         traffic: Communication of one device, by mesh axis.
-        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+        device: Kind of the devices.
     """
 
     recipe: Recipe
@@ -61,7 +62,7 @@ class TrainingPlan:
     memory: MemoryEstimate
     flops: StepFlops
     traffic: tuple[AxisTraffic, ...]
-    widens_bfloat16: bool = False
+    device: DeviceKind = ANY_ACCELERATOR
 
     @property
     def tokens(self) -> int:
@@ -82,14 +83,16 @@ class TrainingPlan:
         )
 
 
-def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules, *, widens_bfloat16: bool = False) -> TrainingPlan:
+def plan_training(
+    recipe: Recipe, model: PlannedModel, rules: Rules, *, device: DeviceKind = ANY_ACCELERATOR
+) -> TrainingPlan:
     """Plan a training step.
 
     Args:
         recipe: The recipe; its mesh has no open axis.
         model: The model to train.
         rules: Partition rules.
-        widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+        device: Kind of the devices; CPUs compute bfloat16 in float32.
 
     Raises:
         UsageError: The mesh has an open axis or does not divide a parameter, or the batch does not divide among the
@@ -100,7 +103,8 @@ def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules, *, widens_b
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
     for leaf in shapes.leaves.values():
         leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
-    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules, widens_bfloat16=widens_bfloat16)
+    widens_bfloat16 = device.platform == CPU.platform
+    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules, device=device, widens_bfloat16=widens_bfloat16)
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,
@@ -108,7 +112,7 @@ def plan_training(recipe: Recipe, model: PlannedModel, rules: Rules, *, widens_b
         memory=estimate_memory(inputs),
         flops=count_step_flops(inputs),
         traffic=tuple(axis_traffic(inputs)),
-        widens_bfloat16=widens_bfloat16,
+        device=device,
     )
 
 

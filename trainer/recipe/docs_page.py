@@ -40,6 +40,17 @@ fsdp). For example, with mp 8 on 8 devices, `per_device = 3` gives 24 sequences 
 or two of `size`, the micro-batch (`per_device` or `per_replica`) and `accumulate`. The third is computed and must be a
 whole number. The number of replicas must divide the micro-batch.
 
+## Sizes chosen for the devices
+
+Without `q_chunk_size`, `k_chunk_size` or `head_chunk_size` the size depends on the devices, the length and the batch:
+
+| devices | tile of blockwise attention | head chunk |
+|---|---|---|
+| CPU | 64 x 64 tokens; 128 x 128 for sequences of more than 1,024 tokens | 256 tokens of the micro-batch on a device |
+| all others | 512 x 512 tokens | 512 tokens of each sequence |
+
+The sizes change results by rounding only. `prep plan` assumes accelerators.
+
 ## The learning rate
 
 The learning rate rises linearly from 0 for `warmup_steps`, then decays to `end_lr`, which it reaches at step

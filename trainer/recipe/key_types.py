@@ -61,3 +61,8 @@ RatioRange = Annotated[
 def if_absent(meaning: str) -> dict[str, Any]:
     """Return JSON schema extras that describe the value of an absent key."""
     return {"absent": meaning}
+
+
+OptionalChunkSize = Annotated[
+    PositiveInt | Literal[-1] | None, Field(json_schema_extra=if_absent("chosen for the devices"))
+]

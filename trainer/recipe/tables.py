@@ -18,6 +18,7 @@ from trainer.recipe.key_types import (
     DropoutRates,
     NonNegativeFloat,
     NonNegativeInt,
+    OptionalChunkSize,
     Paths,
     PathText,
     PositiveFloat,
@@ -58,8 +59,8 @@ class Model(BaseModel):
         description="residuals: save the inputs of layers in pinned host memory instead of device memory",
         examples=["residuals"],
     )
-    head_chunk_size: PositiveInt | Literal[-1] = Field(
-        default=512,
+    head_chunk_size: OptionalChunkSize = Field(
+        default=None,
         description="tokens of a device per row whose logits and loss are computed at a time; -1: all",
         examples=[512],
     )
@@ -75,11 +76,11 @@ class Model(BaseModel):
         "of cuDNN; pallas-splash: splash attention on TPUs",
         examples=["blockwise"],
     )
-    q_chunk_size: PositiveInt | Literal[-1] = Field(
-        default=512, description="queries of a tile of blockwise attention; -1: all", examples=[1024]
+    q_chunk_size: OptionalChunkSize = Field(
+        default=None, description="queries of a tile of blockwise attention; -1: all", examples=[1024]
     )
-    k_chunk_size: PositiveInt | Literal[-1] = Field(
-        default=512, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
+    k_chunk_size: OptionalChunkSize = Field(
+        default=None, description="keys of a tile of blockwise attention; -1: all", examples=[1024]
     )
     rope_scaling: dict[str, Any] | None = Field(
         default=None,

@@ -41,27 +41,40 @@ def choose_kernel(
         UsageError: The recipe names a kernel that cannot compute the model's attention on these devices.
         PrepError: The recipe names a kernel that failed the comparison.
     """
-    needs, device, choices = _ranked_kernels(recipe, model, sharding, dropout)
+    device = device_kind(sharding)
+    needs, choices = _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)
     return first_correct(choices, needs, device, is_auto=recipe.model.attention_kernel == AUTO, warn=warn)
 
 
 def preferred_kernel(
-    recipe: Recipe, model: Shapes, sharding: ShardingContext, *, dropout: DropoutConfig = NO_DROPOUT
+    recipe: Recipe,
+    model: Shapes,
+    sharding: ShardingContext,
+    *,
+    device: DeviceKind,
+    dropout: DropoutConfig = NO_DROPOUT,
 ) -> KernelChoice:
     """Return the kernel that `choose_kernel` compares first, for devices that only compile.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        sharding: The mesh of devices and its rules.
+        device: Kind of the devices to plan for.
+        dropout: Rates of dropout and forgetful causal masking.
 
     Raises:
         UsageError: No kernel, or not the one that the recipe names, can compute the model's attention on these devices.
     """
-    return _ranked_kernels(recipe, model, sharding, dropout)[2][0]
+    return _ranked_kernels(recipe, model, sharding, device=device, dropout=dropout)[1][0]
 
 
 def _ranked_kernels(
-    recipe: Recipe, model: Shapes, sharding: ShardingContext, dropout: DropoutConfig
-) -> tuple[AttentionNeeds, DeviceKind, tuple[KernelChoice, ...]]:
-    needs, device = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout), device_kind(sharding)
+    recipe: Recipe, model: Shapes, sharding: ShardingContext, *, device: DeviceKind, dropout: DropoutConfig
+) -> tuple[AttentionNeeds, tuple[KernelChoice, ...]]:
+    needs = attention_needs(recipe, model, sharding.mesh, sharding.rules, dropout)
     requested, length = recipe.model.attention_kernel, longest_sequence(recipe)
-    return needs, device, rank_kernels(requested, needs, device=device, length=length)
+    return needs, rank_kernels(requested, needs, device=device, length=length)
 
 
 def first_correct(

@@ -14,8 +14,10 @@ from typing import Any
 
 from trainer.data.packing import ColumnSpecs, packed_columns
 from trainer.data.seq2seq import seq2seq_columns
+from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.topology import run_compile_process, tpu_devices
+from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.errors import USAGE, PrepError, UsageError
 from trainer.models.mesh import Mesh, parse_mesh
@@ -68,6 +70,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     """Compile the step in this process."""
     devices = tpu_devices(topology) if topology else None
     sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices)
+    device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
     model = model_from_manifest(manifest)
     check_model_layout(recipe, model, sharding)
     dropout = dropout_config(recipe, model, manifest["config"])
@@ -75,9 +78,10 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
         recipe,
         model,
         sharding=sharding,
-        kernel=preferred_kernel(recipe, model, sharding, dropout=dropout).name,
+        kernel=preferred_kernel(recipe, model, sharding, device=device, dropout=dropout).name,
         steps=recipe.train.steps or MAX_INT32,
         dropout=dropout,
+        device=device,
     )
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
     batch = column_shapes(_columns(recipe.data), shape.size, sharding)

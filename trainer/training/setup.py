@@ -13,7 +13,9 @@ from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.registry import family_of
@@ -24,6 +26,7 @@ from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
+from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
@@ -308,6 +311,7 @@ def build_step_setup(
     kernel: str,
     steps: int,
     dropout: DropoutConfig = NO_DROPOUT,
+    device: DeviceKind | None = None,
 ) -> StepSetup:
     """Build the static parts of the training step.
 
@@ -318,21 +322,24 @@ def build_step_setup(
         kernel: Name of the attention kernel.
         steps: Steps of the run, for the learning rate schedule.
         dropout: Rates of dropout and forgetful causal masking.
+        device: Kind of the devices whose default sizes to use; None for that of the mesh.
 
     Raises:
         UsageError: Batch, learning rate schedule and mesh do not fit together.
     """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    num_rows = shape.micro_batch_size // sharding.data_parallel_size
+    sizes = chunk_sizes(recipe, device or device_kind(sharding), num_rows=num_rows)
     forward_config = ForwardConfig(
         dtype=recipe.model.dtype,
         scan_layers=recipe.model.scan_layers,
         remat_policy=recipe.model.remat_policy,
         offload=recipe.model.offload,
-        head_chunk_size=recipe.model.head_chunk_size,
+        head_chunk_size=sizes.head,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         sharding=sharding,
-        attention_options=AttentionOptions(kernel, recipe.model.q_chunk_size, recipe.model.k_chunk_size),
+        attention_options=AttentionOptions(kernel, sizes.queries, sizes.keys),
     )
     return StepSetup(
         model,

@@ -130,13 +130,23 @@ def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     assert not Path("runs").exists()
 
 
+def test_dry_run_has_tiles_and_head_chunks_for_the_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("trainer.training.attention_choice.find_mismatch", lambda *_: "")
+    report, err = dry_run(capsys, "data.seq_length=256")
+    assert report["memory"]["scores"] == 4 * 2 * 64 * 64 * 4
+    assert "(auto: sequences of more than 255 tokens; no kernel for cpu), tiles of 64 queries x 64 keys\n" in err
+    assert "head and loss, 64 tokens" in err
+
+
 def test_dry_run_names_the_kernel_and_its_reason(capsys: pytest.CaptureFixture[str]):
     report, err = dry_run(capsys)
     assert report["attention_kernel"] == "reference"
-    assert "attention reference (auto: sequences of up to 1,024 tokens; no kernel for cpu)" in err
+    assert "attention reference (auto: sequences of up to 255 tokens; no kernel for cpu)\n" in err
     report, err = dry_run(capsys, "model.attention_kernel=blockwise", "model.q_chunk_size=4", "model.k_chunk_size=8")
     assert (report["attention_kernel"], report["memory"]["scores"]) == ("blockwise", 4 * 2 * 4 * 8 * 4)
-    assert "attention blockwise (set by the recipe)" in err
+    assert "attention blockwise (set by the recipe), tiles of 4 queries x 8 keys\n" in err
 
 
 @pytest.mark.usefixtures("_reads_nothing")

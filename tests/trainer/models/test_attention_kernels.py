@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models.attention_kernels import (
+    ANY_ACCELERATOR,
+    CPU,
+    CPU_MAX_DENSE_LENGTH,
     KERNEL_NAMES,
     KERNEL_SPECS,
     MAX_DENSE_LENGTH,
@@ -21,11 +24,12 @@ from trainer.models.attention_needs import AttentionNeeds, Feature
 from trainer.models.errors import USAGE, PrepError, UsageError
 from trainer.models.memory_inputs import NO_SCORES
 
-CPU, TPU, ROCM = DeviceKind("cpu"), DeviceKind("tpu"), DeviceKind("rocm")
+TPU, ROCM = DeviceKind("tpu"), DeviceKind("rocm")
 AMPERE, HOPPER = DeviceKind("cuda", (8, 0)), DeviceKind("cuda", (9, 0))
 LLAMA = AttentionNeeds(frozenset({Feature.CAUSAL, Feature.GROUPED_HEADS}), "bfloat16", 128)
 NO_KERNEL = {Feature.SPLIT_SEQUENCE, Feature.SAVED_SCORES}
 SHORT, LONG = MAX_DENSE_LENGTH, MAX_DENSE_LENGTH + 1
+CPU_SHORT, CPU_LONG = CPU_MAX_DENSE_LENGTH, CPU_MAX_DENSE_LENGTH + 1
 
 
 def needs(*features: Feature, dtype: str = "bfloat16", head_dim: int = 128) -> AttentionNeeds:
@@ -36,8 +40,9 @@ def needs(*features: Feature, dtype: str = "bfloat16", head_dim: int = 128) -> A
 @pytest.mark.parametrize(
     ("needed", "device", "length", "names", "reason"),
     [
-        (LLAMA, CPU, SHORT, "reference blockwise", "auto: sequences of up to 1,024 tokens; no kernel for cpu"),
-        (LLAMA, CPU, LONG, "blockwise reference", "auto: sequences of more than 1,024 tokens; no kernel for cpu"),
+        (LLAMA, CPU, CPU_SHORT, "reference blockwise", "auto: sequences of up to 255 tokens; no kernel for cpu"),
+        (LLAMA, CPU, CPU_LONG, "blockwise reference", "auto: sequences of more than 255 tokens; no kernel for cpu"),
+        (LLAMA, ROCM, SHORT, "reference blockwise", "auto: sequences of up to 1,024 tokens; no kernel for rocm"),
         (LLAMA, ROCM, LONG, "blockwise reference", "auto: sequences of more than 1,024 tokens; no kernel for rocm"),
         (LLAMA, AMPERE, SHORT, "cudnn reference blockwise", "auto: the kernel for cuda"),
         (LLAMA, TPU, LONG, "pallas-splash blockwise reference", "auto: the kernel for tpu"),
@@ -67,9 +72,9 @@ def needs(*features: Feature, dtype: str = "bfloat16", head_dim: int = 128) -> A
         (
             needs(Feature.SAVED_SCORES),
             CPU,
-            LONG,
+            CPU_LONG,
             "reference",
-            "auto: sequences of more than 1,024 tokens; no kernel for cpu; blockwise does not support remat policies "
+            "auto: sequences of more than 255 tokens; no kernel for cpu; blockwise does not support remat policies "
             "that save scores",
         ),
     ],
@@ -146,6 +151,15 @@ def test_reference_supports_whole_sequences_on_every_platform():
 def test_score_tile_is_what_a_kernel_keeps_in_memory():
     tiles = {name: KERNEL_SPECS[name].score_tile(512, 256) for name in KERNEL_NAMES}
     assert tiles == {"reference": None, "blockwise": (512, 256), "cudnn": NO_SCORES, "pallas-splash": NO_SCORES}
+
+
+@pytest.mark.parametrize("length", [SHORT, LONG])
+def test_estimates_assume_an_accelerator_without_a_kernel(length: int):
+    names = [
+        [choice.name for choice in rank_kernels("auto", LLAMA, device=device, length=length)]
+        for device in (ANY_ACCELERATOR, ROCM)
+    ]
+    assert names[0] == names[1]
 
 
 def test_unknown_compute_capability_has_the_smaller_limit():

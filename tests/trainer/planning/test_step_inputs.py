@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.training_plans import TINY, load_text
+from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from trainer.models.default_sizes import ChunkSizes
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
-from trainer.planning.step_inputs import ModelShapes, context_warnings, step_inputs
+from trainer.planning.step_inputs import ModelShapes, chunk_sizes, context_warnings, step_inputs
 
 MESH = parse_mesh("1,2,4")
 
@@ -31,6 +35,30 @@ def test_step_inputs_have_a_tile_only_for_tiled_attention(tmp_path: Path):
     tiled = load_text(tmp_path, "model.attention_kernel=blockwise", "model.q_chunk_size=4")
     assert step_inputs(tiled, llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile == (4, 512)
     assert step_inputs(load_text(tmp_path), llama(), mesh=MESH, rules=DEFAULT_RULES).attention_tile is None
+
+
+@pytest.mark.parametrize(
+    ("device", "length", "tile", "head_chunk_size"),
+    [
+        (CPU, 255, None, 128),
+        (CPU, 256, (64, 64), 128),
+        (CPU, 1025, (128, 128), 128),
+        (ANY_ACCELERATOR, 1024, None, 512),
+        (ANY_ACCELERATOR, 1025, (512, 512), 512),
+    ],
+)
+def test_step_inputs_have_sizes_for_the_devices(
+    tmp_path: Path, device: DeviceKind, length: int, tile: tuple[int, int] | None, head_chunk_size: int
+):
+    recipe = load_text(tmp_path, f"data.seq_length={length}", "batch.accumulate=2")
+    inputs = step_inputs(recipe, llama(), mesh=MESH, rules=DEFAULT_RULES, device=device)
+    assert (inputs.attention_tile, inputs.head_chunk_size) == (tile, head_chunk_size)
+
+
+@pytest.mark.parametrize("device", [CPU, ANY_ACCELERATOR])
+def test_chunk_sizes_prefer_those_of_the_recipe(tmp_path: Path, device: DeviceKind):
+    keys = ("model.q_chunk_size=7", "model.k_chunk_size=-1", "model.head_chunk_size=512")
+    assert chunk_sizes(load_text(tmp_path, *keys), device, num_rows=2) == ChunkSizes(7, -1, head=512)
 
 
 def test_context_warnings_name_too_long_sequences(tmp_path: Path):

@@ -49,7 +49,7 @@ def test_load_recipe_fills_in_defaults(small: Path):
     recipe = loaded.recipe
     assert (recipe.name, recipe.seed, recipe.mesh) == ("small", 0, "-1,1,1")
     assert (recipe.model.path, recipe.data.path, recipe.data.fields) == ("tiny-init", ("train.txt",), None)
-    assert (recipe.checkpoint.keep, recipe.optimizer.b2, recipe.model.head_chunk_size) == (2, 0.999, 512)
+    assert (recipe.checkpoint.keep, recipe.optimizer.b2, recipe.model.head_chunk_size) == (2, 0.999, None)
     assert loaded.origins["seed"] == loaded.origins["name"] == loaded.origins["eval.limit"] == "default"
     assert set(KEY_SCHEMAS) - set(loaded.origins) == {
         "model.path",

@@ -62,7 +62,7 @@ def test_needs_include_random_masks():
     assert needs.features == {Feature.CAUSAL, Feature.DROPOUT, Feature.FCM}
 
 
-@pytest.mark.parametrize(("length", "name"), [(1024, "reference"), (1025, "blockwise")])
+@pytest.mark.parametrize(("length", "name"), [(255, "reference"), (256, "blockwise")])
 def test_auto_depends_on_the_length(monkeypatch: pytest.MonkeyPatch, length: int, name: str):
     fail_checks(monkeypatch)
     choice = choose_kernel(load(f"data.seq_length={length}"), llama(), ShardingContext(), warn=pytest.fail)

@@ -1,4 +1,4 @@
-"""Tests of the checks of a model against a recipe."""
+"""Tests of the checks of a model against a recipe, and of the options of its step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.distributed.sharding import sharding_without_devices
+from trainer.models.attention_kernels import ANY_ACCELERATOR, DeviceKind
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import family_of
-from trainer.nn.model_spec import build_model
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe import load_recipe
-from trainer.training.setup import check_model_layout
+from trainer.training.setup import build_step_setup, check_model_layout
 
 SHARDING = sharding_without_devices(parse_mesh("1,1,1"))
 
@@ -32,3 +34,29 @@ def test_check_model_layout_rejects_hidden_units_of_experts(tmp_path: Path, poli
         check_model_layout(recipe, moe, SHARDING)
     why = "the experts of mixtral compute their hidden units again"
     assert str(caught.value) == f"`model.remat_policy` has mlp_hidden - {why} - remove it from the list"
+
+
+def build_forward_config(tmp_path: Path, *overrides: str, device: DeviceKind | None = None) -> ForwardConfig:
+    """Return the options of a step on two CPU devices, with 8 sequences of 300 tokens."""
+    (tmp_path / "x.toml").write_text(RECIPE)
+    recipe = load_recipe(tmp_path / "x.toml", ["data.seq_length=300", *overrides]).recipe
+    model, sharding = build_model(family_of(LLAMA), LLAMA, is_tied=False), sharding_without_devices(parse_mesh("1,2,1"))
+    return build_step_setup(recipe, model, sharding=sharding, kernel="blockwise", steps=9, device=device).forward_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "tile", "head_chunk_size"),
+    [
+        ((), None, (64, 64), 64),
+        (("batch.accumulate=4",), None, (64, 64), 256),
+        (("data.seq_length=2048",), None, (128, 128), 64),
+        ((), ANY_ACCELERATOR, (512, 512), 512),
+        (("model.q_chunk_size=512", "model.head_chunk_size=-1"), None, (512, 64), -1),
+    ],
+)
+def test_step_has_the_sizes_of_recipe_or_devices(
+    tmp_path: Path, overrides: tuple[str, ...], device: DeviceKind | None, tile: tuple[int, int], head_chunk_size: int
+):
+    forward_config = build_forward_config(tmp_path, *overrides, device=device)
+    assert forward_config.attention_options == AttentionOptions("blockwise", *tile)
+    assert forward_config.head_chunk_size == head_chunk_size
