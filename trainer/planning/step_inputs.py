@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import AUTO, DeviceKind, find_kernel, rank_kernels
+from trainer.models.attention_kernels import AUTO, DeviceKind, check_features, find_kernel, rank_kernels
 from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.errors import UsageError, usage_error
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
-from trainer.models.partition import activation_spec, num_batch_shards
+from trainer.models.partition import activation_spec, num_batch_shards, num_sequence_shards
 from trainer.models.rules import Rules
 from trainer.recipe import Recipe, batch_shape
 
@@ -55,8 +57,10 @@ def step_inputs(
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
 
     Raises:
-        UsageError: The batch does not divide among the devices.
+        UsageError: The batch, or the tokens of a sequence, do not divide among the devices, or the attention kernel of
+            the recipe lacks a feature of the run.
     """
+    check_token_split(recipe, num_sequence_shards(mesh, rules))
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=num_batch_shards(mesh, rules))
     return MemoryInputs(
         arch_config=model.arch_config,
@@ -75,6 +79,15 @@ def step_inputs(
         accumulate=shape.accumulate,
         blocks_overlap=widens_bfloat16,
     )
+
+
+def check_token_split(recipe: Recipe, num_shards: int) -> None:
+    """Raise UsageError if the tokens of a sequence do not divide among the shards of the mesh."""
+    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
+        try:
+            check_ring_blocks(length, num_shards)
+        except UsageError as error:
+            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
 
 
 def attention_needs(
@@ -109,11 +122,12 @@ def _score_tile(recipe: Recipe, model: Shapes, mesh: Mesh, rules: Rules) -> tupl
 
     `auto` is the kernel that a CPU gets: the plan is an upper bound for devices with a kernel of their own.
     """
-    kernel = recipe.model.attention_kernel
+    kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules)
     if kernel == AUTO:
-        needs = attention_needs(recipe, model, mesh, rules)
         kernel = rank_kernels(AUTO, needs, device=DeviceKind("cpu"), length=longest_sequence(recipe))[0].name
-    return find_kernel(kernel).score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size)
+    spec = find_kernel(kernel)
+    check_features(spec, needs.features)
+    return spec.score_tile(recipe.model.q_chunk_size, recipe.model.k_chunk_size)
 
 
 def context_warnings(recipe: Recipe, model: Shapes) -> Iterator[str]:
