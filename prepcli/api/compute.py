@@ -160,7 +160,7 @@ def train(
         offline: Use only the hub's cache.
         verify: Compare the checkpoint with its checksums while it is read.
         force: Start even if a step is estimated not to fit into memory.
-        progress: Receives the bytes downloaded, checked or tokenised; default: none. See `Progress`.
+        progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
 
     Returns:
         The run. A run stopped by `stop_after` or a signal is not an exception: its `is_finished` is False.

@@ -139,7 +139,7 @@ def tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
     def report_progress(nbytes: int, total: int) -> None:
         nonlocal done_nbytes
         if done_nbytes < 0:
-            progress.begin("tokenise", total)
+            progress.begin("tokenize", total)
             done_nbytes = 0
         progress.advance(nbytes - done_nbytes)
         done_nbytes = nbytes

@@ -6,8 +6,7 @@ import numpy as np
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.chunk_sizes import RING_BLOCKS
-from trainer.models.errors import usage_error
+from trainer.models.chunk_sizes import RING_BLOCKS, check_ring_blocks
 
 
 def token_order(length: int, sharding: ShardingContext) -> np.ndarray:
@@ -29,12 +28,8 @@ def token_order(length: int, sharding: ShardingContext) -> np.ndarray:
     positions, num_shards = np.arange(length, dtype=np.int32), sharding.sequence_parallel_size
     if num_shards == 1:
         return positions
-    num_blocks = RING_BLOCKS * num_shards
-    if length % num_blocks:
-        what = f"{length} tokens cannot be split over sp {num_shards}"
-        why = f"each device holds {RING_BLOCKS} equal blocks: {length} mod {num_blocks} = {length % num_blocks}"
-        raise usage_error(what, why, f"a multiple of {num_blocks} tokens, or a mesh without sp")
-    blocks = positions.reshape(num_blocks, -1)
+    check_ring_blocks(length, num_shards)
+    blocks = positions.reshape(RING_BLOCKS * num_shards, -1)
     first, second = blocks[:num_shards], blocks[num_shards:][::-1]
     return np.stack([first, second], axis=1).reshape(-1)
 

@@ -234,8 +234,12 @@ def check_saved_scores(policy: RematPolicy, kernel: str) -> None:
 
 def check_split_sequence(spec: KernelSpec, num_shards: int) -> None:
     """Raise UsageError if the mesh splits sequences, and the kernel needs whole ones."""
-    reasons = [*missing_features(spec, frozenset({Feature.SPLIT_SEQUENCE}))]
-    if num_shards > 1 and reasons:
+    check_features(spec, frozenset({Feature.SPLIT_SEQUENCE} if num_shards > 1 else ()))
+
+
+def check_features(spec: KernelSpec, features: frozenset[Feature]) -> None:
+    """Raise UsageError if a kernel does not support a feature of a run."""
+    if reasons := [*missing_features(spec, features)]:
         raise unsupported_error(spec, reasons)
 
 

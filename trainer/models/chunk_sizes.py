@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trainer.models.errors import usage_error
+
 WHOLE = -1  # a chunk of all tokens
 RING_BLOCKS = 2  # blocks of a row on each device of a mesh that splits tokens; a tile of attention lies in one
 
@@ -9,6 +11,15 @@ RING_BLOCKS = 2  # blocks of a row on each device of a mesh that splits tokens; 
 def chunk_length(chunk_size: int, length: int) -> int:
     """Return the tokens of a chunk of a sequence of `length` tokens."""
     return length if chunk_size == WHOLE else min(chunk_size, length)
+
+
+def check_ring_blocks(length: int, num_shards: int) -> None:
+    """Raise UsageError if a row of `length` tokens cannot be cut into RING_BLOCKS equal blocks per shard."""
+    num_blocks = RING_BLOCKS * num_shards
+    if num_shards > 1 and length % num_blocks:
+        what = f"{length} tokens cannot be split over sp {num_shards}"
+        why = f"each device holds {RING_BLOCKS} equal blocks: {length} mod {num_blocks} = {length % num_blocks}"
+        raise usage_error(what, why, f"a multiple of {num_blocks} tokens, or a mesh without sp")
 
 
 def expert_block_length(num_tokens: int, top_k: int, num_experts: int) -> int:

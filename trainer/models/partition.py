@@ -286,14 +286,18 @@ def _param_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh, checkpoint: str) 
         padded = -(-dim.extent // parts) * parts
         return f"`prep pad-vocab {checkpoint} --multiple {parts}` (to {padded}), or `--pad-vocab auto`"
     rule = format_rule(dim.name, (axes, ()))
-    return f"a mesh that divides {dim.extent}, or `--rule '{rule}'` to keep {dim.name} whole"
+    return _whole_hint(dim, rule, dim.name)
 
 
 def _activation_hint(dim: _SplitDim, axes: MeshAxes, *, mesh: Mesh) -> str:
     if dim.name == "batch":
         return f"a batch size that is a multiple of {_num_shards(mesh, axes)}"
     rule = f"{ACTIVATION_PREFIX}{format_rule(dim.name, (axes, ()))}"
-    return f"a mesh that divides {dim.extent}, or `--rule '{rule}'` to keep {dim.name} of activations whole"
+    return _whole_hint(dim, rule, f"{dim.name} of activations")
+
+
+def _whole_hint(dim: _SplitDim, rule: str, name: str) -> str:
+    return f"a mesh that divides {dim.extent}, or `--rule '{rule}'` (in recipes `rules`) to keep {name} whole"
 
 
 def _leaf_hint(dim: _SplitDim, axes: MeshAxes, *, rule: LeafRule) -> str:

@@ -12,13 +12,14 @@ not counted. An expert's matrices count for the tokens that it is expected to ge
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.chunk_sizes import chunk_length
 from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_estimate import layer_stacks
-from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.memory_inputs import NO_SCORES, MemoryInputs
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, saved_activations
 
@@ -37,7 +38,7 @@ class StepFlops:
         matmul: Products with parameters.
         attention_full: Products of queries, keys and values, with masked pairs.
         attention_causal: The same without masked pairs.
-        masked: Operations on masked pairs, which attention without tiles computes.
+        masked: Operations on masked pairs: of all pairs without tiles, or of tiles with a visible pair.
         recomputed: Operations that the backward pass repeats.
     """
 
@@ -70,7 +71,7 @@ class _ForwardFlops:
     projections: int
     attention_full: int
     attention_causal: int
-    attention_dense: int
+    attention_computed: int
 
 
 def count_step_flops(inputs: MemoryInputs) -> StepFlops:
@@ -80,12 +81,12 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
     head = inputs.leaves.get(HEAD) or inputs.leaves[EMBEDDING]
     head_flops = 2 * math.prod(head.shape) * num_tokens
     causal = sum(stack.attention_causal for stack in stacks)
-    dense = sum(stack.attention_dense for stack in stacks)
+    computed = sum(stack.attention_computed for stack in stacks)
     return StepFlops(
         matmul=TRAINING_PASSES * (head_flops + sum(stack.projections for stack in stacks)),
         attention_full=TRAINING_PASSES * sum(stack.attention_full for stack in stacks),
         attention_causal=TRAINING_PASSES * causal,
-        masked=0 if inputs.attention_tile else TRAINING_PASSES * (dense - causal),
+        masked=TRAINING_PASSES * (computed - causal),
         recomputed=sum(_recomputed_flops(inputs, stack) for stack in stacks),
     )
 
@@ -95,16 +96,19 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     num_sequences, length = inputs.accumulate * inputs.micro_batch_size, row_length(inputs, stack)
     num_projections = sum(_leaf_flops(inputs, stack, leaf) for leaf in stack.layer_leaves())
     pair_flops = 4 * num_sequences * inputs.extent("heads") * inputs.extent("head_dim")
-    full = causal = dense = 0
+    full = causal = computed = 0
     for name in stack.kv_lengths:
         kv_length = length if name == "attn" else inputs.source_length
         is_causal = name == "attn" and not is_encoder(inputs, stack)
-        for window in stack.arch_config.sliding_windows:
+        for window, num_layers in Counter(stack.arch_config.sliding_windows).items():
             window_pairs = length * min(window or kv_length, kv_length)
-            full += window_pairs
-            causal += _visible_pairs(length, window) if is_causal else window_pairs
-            dense += length * kv_length
-    return _ForwardFlops(num_sequences * num_projections, pair_flops * full, pair_flops * causal, pair_flops * dense)
+            visible = _visible_pairs(length, window) if is_causal else window_pairs
+            full += num_layers * window_pairs
+            causal += num_layers * visible
+            computed += num_layers * _computed_pairs(
+                inputs, (length, kv_length), window=window, visible=visible, is_causal=is_causal
+            )
+    return _ForwardFlops(num_sequences * num_projections, pair_flops * full, pair_flops * causal, pair_flops * computed)
 
 
 def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:
@@ -134,13 +138,39 @@ def _visible_pairs(length: int, window: int) -> int:
     return window * (window + 1) // 2 + (length - window) * window
 
 
+def _computed_pairs(
+    inputs: MemoryInputs, lengths: tuple[int, int], *, window: int, visible: int, is_causal: bool
+) -> int:
+    """Return the pairs whose scores a kernel computes: all, those of tiles with a visible pair, or the visible ones.
+
+    Args:
+        inputs: Inputs of the estimates.
+        lengths: Queries and keys of a row.
+        window: Sliding window, or FULL_ATTENTION.
+        visible: Number of visible pairs.
+        is_causal: Whether keys after a query are masked.
+    """
+    num_queries, num_keys = lengths
+    if inputs.attention_tile == NO_SCORES:
+        return visible
+    if inputs.attention_tile is None or not num_queries * num_keys:
+        return num_queries * num_keys
+    q_size, kv_size = inputs.score_tile(*map(inputs.local_length, lengths))
+    first = window - 1 if is_causal and window != FULL_ATTENTION else num_queries
+    num_tiles = 0
+    for start in range(0, num_queries, q_size):
+        stop = min(start + q_size, num_queries) if is_causal else num_keys
+        num_tiles += math.ceil(stop / kv_size) - max(0, start - first) // kv_size
+    return num_tiles * q_size * kv_size
+
+
 def _recomputed_flops(inputs: MemoryInputs, stack: _ForwardFlops) -> int:
     """Return the operations of a stack that the backward pass repeats.
 
     These are the layers, or only attention, by the rematerialization policy; the chunks of tokens; and the scores of
     tiled attention. Layers in chunks that are rematerialized as well are counted once: most of one is dead code.
     """
-    attention = stack.attention_causal if inputs.attention_tile else stack.attention_dense
+    attention = stack.attention_computed
     saves_projections = inputs.remat_policy in SAVES_ALL + SAVES_DOTS + SAVES_WEIGHT_DOTS
     is_chunked = chunk_length(inputs.ffn_chunk_size, inputs.seq_length) < inputs.seq_length
     recomputed = 0 if saves_projections and not is_chunked else stack.projections

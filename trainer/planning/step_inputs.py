@@ -7,14 +7,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.attention_kernels import ANY_ACCELERATOR, AUTO, DeviceKind, find_kernel, rank_kernels
+from trainer.models.attention_kernels import (
+    ANY_ACCELERATOR,
+    AUTO,
+    DeviceKind,
+    check_features,
+    find_kernel,
+    rank_kernels,
+)
 from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
+from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.errors import UsageError, usage_error
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
-from trainer.models.partition import activation_spec, num_batch_shards
+from trainer.models.partition import activation_spec, num_batch_shards, num_sequence_shards
 from trainer.models.rules import Rules
 from trainer.recipe import Recipe, batch_shape
 
@@ -63,15 +72,17 @@ def step_inputs(
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
 
     Raises:
-        UsageError: The batch does not divide among the devices.
+        UsageError: The batch, or the tokens of a sequence, do not divide among the devices, or the attention kernel of
+            the recipe lacks a feature of the run.
     """
+    check_token_split(recipe, num_sequence_shards(mesh, rules))
     n_replicas = num_batch_shards(mesh, rules)
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
     sizes = chunk_sizes(recipe, device, num_rows=shape.micro_batch_size // n_replicas)
-    kernel = recipe.model.attention_kernel
+    kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules)
     if kernel == AUTO:
-        needs = attention_needs(recipe, model, mesh, rules)
         kernel = rank_kernels(AUTO, needs, device=device, length=longest_sequence(recipe))[0].name
+    check_features(find_kernel(kernel), needs.features)
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,
@@ -89,6 +100,15 @@ def step_inputs(
         accumulate=shape.accumulate,
         blocks_overlap=widens_bfloat16,
     )
+
+
+def check_token_split(recipe: Recipe, num_shards: int) -> None:
+    """Raise UsageError if the tokens of a sequence do not divide among the shards of the mesh."""
+    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
+        try:
+            check_ring_blocks(length, num_shards)
+        except UsageError as error:
+            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
 
 
 def attention_needs(

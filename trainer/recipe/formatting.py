@@ -84,9 +84,15 @@ def _describe_alternative(alternative: Mapping[str, Any]) -> str:
         items = alternative["items"]
         if "enum" in items:
             return f"a list of {_describe_alternative(items)}"
-        return f"a list of {TYPE_NAMES[items.get('format', items['type'])].removeprefix('a ')}s"
-    bounds = [f"{sign} {alternative[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in alternative]
-    return " ".join([TYPE_NAMES[alternative.get("format", alternative["type"])], " and ".join(bounds)]).rstrip()
+        count = f"{alternative['minItems']} " if alternative.get("minItems") == alternative.get("maxItems", 0) else ""
+        noun = TYPE_NAMES[items.get("format", items["type"])].removeprefix("a ")
+        return f"a list of {count}{noun}s{_describe_bounds(items)}"
+    return TYPE_NAMES[alternative.get("format", alternative["type"])] + _describe_bounds(alternative)
+
+
+def _describe_bounds(schema: Mapping[str, Any]) -> str:
+    bounds = [f"{sign} {schema[bound]}" for bound, sign in BOUND_SIGNS.items() if bound in schema]
+    return f" {' and '.join(bounds)}" if bounds else ""
 
 
 def example_value(key_schema: Mapping[str, Any]) -> str:

@@ -27,8 +27,9 @@ def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         return text
-    types = {alternative["type"] for alternative in alternatives(key_schema)} if key_schema else set()
-    takes_text = bool(types) and types <= {"string", "array"}
+    schemas = alternatives(key_schema) if key_schema else []
+    types = {schema.get("items", schema)["type"] for schema in schemas}
+    takes_text = bool(types) and types <= {"string"}
     return text if takes_text and not isinstance(value, str | list) else value
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
-from trainer.distributed.token_order import token_order
-from trainer.models.errors import PrepError, usage_error
 from trainer.models.remat import OFFLOAD_NONE
+from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
 
@@ -20,7 +19,7 @@ def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
     """Raise UsageError if the batch of a recipe, or the tokens of its rows, do not divide among the devices."""
     assert sharding.mesh is not None
     batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
-    _check_token_split(recipe, sharding)
+    check_token_split(recipe, sharding.sequence_parallel_size)
 
 
 def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
@@ -40,15 +39,6 @@ def check_inputs(recipe: Recipe) -> None:
             files.check_readable(path)
     if recipe.data.tokenizer:
         tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
-
-
-def _check_token_split(recipe: Recipe, sharding: ShardingContext) -> None:
-    """Raise UsageError if the mesh does not divide the lengths of the sequences."""
-    for key, length in (("seq_length", recipe.data.seq_length), ("source_length", recipe.data.source_length or 0)):
-        try:
-            token_order(length, sharding)
-        except PrepError as error:
-            raise usage_error(f"`data.{key}` is {length}: {error.what}", error.why, error.hint) from error
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:

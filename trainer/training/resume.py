@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.models.errors import PrepError
+from trainer.recipe.formatting import to_toml
 from trainer.training.loop import Job
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
@@ -66,7 +67,7 @@ def check_resumable(
     fixed = {key: values for key, values in changed.items() if key not in CHANGEABLE_ON_RESUME}
     hint = "`--restart` starts again from step 0; another `name` keeps both runs"
     if fixed:
-        changes = ", ".join(f"{key}: {before!r} -> {after!r}" for key, (before, after) in sorted(fixed.items()))
+        changes = ", ".join(f"{key}: {' -> '.join(map(_value_text, values))}" for key, values in sorted(fixed.items()))
         raise PrepError("the run began with another recipe", changes, hint)
     for key, label in FIXED_ON_RESUME.items():
         before, after = manifest.get(key), job.manifest_fields[key]
@@ -74,3 +75,7 @@ def check_resumable(
             raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
     if step > job.steps:
         raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
+
+
+def _value_text(value: object) -> str:
+    return "not set" if value is None else to_toml(value)

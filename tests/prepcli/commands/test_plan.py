@@ -96,8 +96,8 @@ def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]
 
 
 def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
-    dense = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
-    words = ("llama-7b.toml", "--devices", "A100-40", *dense)
+    sets = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
+    words = ("llama-7b.toml", "--devices", "A100-40", *sets)
     report = plan_json(capsys, *words)
     assert not report["kinds"][0]["fits"]
     values = report["changes"]["set"]
@@ -149,3 +149,9 @@ def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"]["what"] == (
         "cannot write no/folder.html"
     )
+
+
+def test_how_to_page_shows_the_output(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
+    assert main(["plan", "llama-7b-32k.toml", "--devices", "v5p"]) == OK
+    assert capsys.readouterr().out in page, "copy the output of the page's first command into it"

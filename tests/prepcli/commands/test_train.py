@@ -361,7 +361,7 @@ def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.Monk
     report_progress = tokenize_progress(open_ui("train", False, True, 0))
     for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
         report_progress(done, total)
-    assert calls == [("tokenise", 20), (10,), (10,), ("tokenise", 5), (3,), (2,)]
+    assert calls == [("tokenize", 20), (10,), (10,), ("tokenize", 5), (3,), (2,)]
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])

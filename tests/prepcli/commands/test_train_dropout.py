@@ -44,7 +44,7 @@ def test_run_with_dropout_prints_it_and_keeps_it(capsys: pytest.CaptureFixture[s
     assert "dropout attention 0.1, residual 0.25; forgetful causal masking" in capsys.readouterr().err
     code, what, why, _ = train_error(capsys, *DROPOUT[:2])
     assert (code, what) == (FAILED, "the run began with another recipe")
-    assert why == "model.fcm_ratio: (0.0, 0.15) -> (0.0, 0.0)"
+    assert why == "model.fcm_ratio: [0.0, 0.15] -> [0.0, 0.0]"
 
 
 def test_invalid_rate_in_config_json_is_an_error(capsys: pytest.CaptureFixture[str]):

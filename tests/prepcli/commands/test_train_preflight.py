@@ -106,7 +106,7 @@ def test_eval_data_is_checked_before_training_data(capsys: pytest.CaptureFixture
     assert main(["train", "other.toml"]) == FAILED
     stderr = capsys.readouterr().err
     assert "latin.txt is not UTF-8" in stderr
-    assert "blocks of 16" not in stderr, "the training text was not tokenised"
+    assert "blocks of 16" not in stderr, "the training text was not tokenized"
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[dict[str, Any], str]:

@@ -34,10 +34,10 @@ def test_resumed_run_and_export_keep_the_rope(capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     code, what, why, _ = train_error(capsys, *LONG, "--set", "model.rope_theta=5e5")
     assert (code, what) == (FAILED, "the run began with another recipe")
-    assert why == "model.rope_theta: None -> 500000.0"
+    assert why == "model.rope_theta: not set -> 500000.0"
     code, what, why, _ = train_error(capsys, *LONG[2:])
     assert (code, what) == (FAILED, "the run began with another recipe")
-    assert why == "model.rope_scaling: {'rope_type': 'yarn', 'factor': 4.0} -> None"
+    assert why == 'model.rope_scaling: {rope_type = "yarn", factor = 4.0} -> not set'
     assert main(["train", "recipe.toml", *LONG]) == OK
     assert ROPE_LINE in capsys.readouterr().err
     assert main(["export", "runs/recipe", "--out", "learned", "-q"]) == OK

@@ -92,7 +92,7 @@ def test_indivisible_dim_error_suggests_a_rule():
     error = error_of(partition_spec, QUERY, (40, 40, 128, 5120), parse_mesh("1,1,16"), PARAM_RULES)
     assert error.what == "heads 40 cannot be split over mp 16"
     assert error.why == "40 mod 16 = 8"
-    assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` to keep heads whole"
+    assert error.hint == "a mesh that divides 40, or `--rule 'heads=mp|none'` (in recipes `rules`) to keep heads whole"
 
 
 def test_indivisible_dim_error_names_first_choice():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.models.test_memory_estimate import LLAMA_7B, MIXTRAL, T5, make_inputs
+from trainer.models.memory_inputs import NO_SCORES
 from trainer.planning.step_flops import StepFlops, count_step_flops
 
 LENGTH, ROWS = 2048, 4
@@ -72,10 +73,37 @@ def test_encoder_and_decoder_count_their_own_tokens():
 def test_recomputed_follows_policy_and_chunks(options: dict[str, Any], layers: int, attention: float):
     flops, plain = count("llama", LLAMA_7B, **options), count("llama", LLAMA_7B)
     forward_layers = 2 * (MATRICES_7B - 32000 * 4096) * TOKENS
-    forward_attention = (plain.attention_causal if options.get("attention_tile") else plain.attention_full) // 3
+    forward_attention = plain.attention_full // 3
+    forward_attention = forward_attention * 10 // 16 if "attention_tile" in options else forward_attention
     assert flops.recomputed == layers * forward_layers + int(attention * forward_attention)
-    assert (flops.masked == 0) == ("attention_tile" in options)
     assert flops.executed == flops.model_causal + flops.masked + flops.recomputed
+
+
+@pytest.mark.parametrize(
+    ("tile", "window", "num_tiles"),
+    [
+        ((512, 512), None, 10),  # of 4 x 4 tiles, those on and below the diagonal
+        ((512, 512), 256, 7),  # the diagonal and one tile to the left of it
+        ((512, -1), None, 4),
+        ((-1, -1), None, 1),
+        ((600, 1000), None, 1 + 2 + 2 + 3),  # the last tile of each side is padded
+    ],
+)
+def test_masked_counts_the_tiles_with_visible_pairs(tile: tuple[int, int], window: int | None, num_tiles: int):
+    flops = count("mistral", LLAMA_7B | {"sliding_window": window}, attention_tile=tile)
+    q_size, kv_size = (LENGTH if size == -1 else size for size in tile)
+    pairs = num_tiles * q_size * kv_size
+    assert flops.attention_causal + flops.masked == 12 * 32 * 4096 * pairs * ROWS
+
+
+def test_sources_without_tokens_have_no_pairs():
+    pairs = T5["num_layers"] * LENGTH * LENGTH * ROWS
+    tiled = count("t5", T5, source_length=0, attention_tile=(LENGTH, LENGTH))
+    assert tiled.attention_causal + tiled.masked == 12 * 8 * 64 * pairs
+
+
+def test_kernels_without_scores_in_memory_compute_no_masked_pairs():
+    assert count("llama", LLAMA_7B, attention_tile=NO_SCORES).masked == 0
 
 
 def test_micro_batches_add_up():

@@ -29,12 +29,21 @@ def test_plan_has_the_memory_of_the_estimate(tmp_path: Path):
         (["mesh=1,1,3"], "heads 4 cannot be split over mp 3"),
         (["mesh=1,16,1"], "a micro-batch of 8 does not divide among 16 replicas"),
         (["mesh=-1,1,1"], "mesh -1,1,1 has no size for dp"),
+        (["mesh=sp:4", "data.seq_length=20"], "`data.seq_length` is 20: 20 tokens cannot be split over sp 4"),
+        (["mesh=sp:4", "data.seq_length=18"], "`data.seq_length` is 18: 18 tokens cannot be split over sp 4"),
     ],
 )
 def test_plan_rejects_meshes_that_do_not_divide(tmp_path: Path, overrides: list[str], what: str):
     with pytest.raises(UsageError) as caught:
         plan_text(tmp_path, *overrides)
     assert caught.value.what == what
+
+
+def test_plan_rejects_kernels_without_the_features_of_a_run(tmp_path: Path):
+    with pytest.raises(UsageError) as caught:
+        plan_text(tmp_path, "mesh=sp:4", "model.attention_kernel=reference")
+    assert caught.value.what == "attention kernel `reference` cannot compute this model's attention"
+    assert caught.value.why == "it does not support sequences split over devices"
 
 
 def test_vocabulary_is_padded_before_conversion_only():

@@ -88,9 +88,9 @@ ERRORS = {
     "`model.dropout = {residual = 0.1}`",
     "fcm_ratio = [0.2, 0.1]": "`model.fcm_ratio` is [0.2, 0.1] - the minimum 0.2 is above the maximum 0.1 - "
     "`model.fcm_ratio = [0.1, 0.2]`",
-    "fcm_ratio = 0.1": "`model.fcm_ratio` is 0.1 - it takes a list of numbers: ",
-    "fcm_ratio = [0.1]": "`model.fcm_ratio` is [0.1] - it takes a list of numbers: ",
-    "fcm_ratio = [0.1, 1.0]": "`model.fcm_ratio` is [0.1, 1.0] - it takes a list of numbers: ",
+    "fcm_ratio = 0.1": "`model.fcm_ratio` is 0.1 - it takes a list of 2 numbers >= 0 and < 1: ",
+    "fcm_ratio = [0.1]": "`model.fcm_ratio` is [0.1] - it takes a list of 2 numbers >= 0 and < 1: ",
+    "fcm_ratio = [0.1, 1.0]": "`model.fcm_ratio` is [0.1, 1.0] - it takes a list of 2 numbers >= 0 and < 1: ",
 }
 
 
