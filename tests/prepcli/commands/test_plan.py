@@ -96,7 +96,8 @@ def test_config_replaces_a_missing_checkpoint(capsys: pytest.CaptureFixture[str]
 
 
 def test_changes_make_a_step_fit(capsys: pytest.CaptureFixture[str]):
-    words = ("llama-7b.toml", "--devices", "A100-40", "--set", "data.seq_length=16384")
+    settings = ("--set", "data.seq_length=16384", "--set", "model.attention_kernel=reference")
+    words = ("llama-7b.toml", "--devices", "A100-40", *settings)
     report = plan_json(capsys, *words)
     assert not report["kinds"][0]["fits"]
     values = report["changes"]["set"]
