@@ -25,12 +25,11 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile.
     """
     mesh, recipe = training_plan.mesh, training_plan.recipe
-    is_tpu = kind is not None and kind.name in SLICES
-    topology = find_topology(kind.name, mesh.n_devices) if is_tpu else None
+    topology = find_topology(kind.name, mesh.n_devices) if kind is not None and kind.name in SLICES else None
     ui.note(f"compiling for {topology or f'{mesh.n_devices:,} simulated CPU devices'}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
     plan = compiled_plan(recipe, manifest, mesh, topology)
-    on_devices = training_plan
+    estimate = training_plan
     if plan.is_upper_bound:
-        on_devices = plan_training(recipe, target.model, target.rules, widens_bfloat16=True)
-    return CompiledStep(plan, on_devices.memory.peak)
+        estimate = plan_training(recipe, target.model, target.rules, widens_bfloat16=True)
+    return CompiledStep(plan, estimate.memory.peak)
