@@ -41,6 +41,9 @@ def plan(
         ),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="List the meshes on which the step fits.")] = False,
+    compile_step: Annotated[
+        bool, typer.Option("--compile", help="Compile the step for --devices; show XLA's memory and collectives.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.", show_default=False)
     ] = None,
@@ -57,6 +60,7 @@ def plan(
     Examples:
       prep plan recipes/llama-7b-32k.toml --devices v5p
       prep plan recipes/llama-7b.toml --devices H100:16 --search
+      prep plan recipes/llama-7b-32k.toml --devices v5p --compile
       prep plan llama-13b --mesh 1,64,4 --html plan.html
     """
     from prepcli.commands.plan import PlanRequest
@@ -69,6 +73,7 @@ def plan(
         mesh=mesh,
         devices=devices,
         search=search,
+        compile_step=compile_step,
         html=html,
         config=config,
         offline=offline,

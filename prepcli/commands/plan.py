@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepcli.commands.compiled_report import CompiledStep, compiled_fields
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.plan_page import write_plan_page
 from prepcli.commands.plan_report import change_text, kind_fields, plan_fields, plan_lines, search_text
@@ -30,6 +31,7 @@ class PlanRequest:
     mesh: str | None = None  # instead of the recipe's
     devices: str | None = None  # `KIND` or `KIND:NUMBER`; None: all kinds
     search: bool = False  # list the meshes on which the step fits
+    compile_step: bool = False  # compile the step, and show the compiler's plan
     html: Path | None = None  # file of a page
     config: Path | None = None  # config.json, instead of the checkpoint's
     offline: bool = False
@@ -76,6 +78,9 @@ def _check_request(request: PlanRequest, devices: _Devices) -> None:
     if request.search:
         if devices.kind is None:
             check_needs("--search", True, "--devices", "a mesh fits into the memory of a kind of device")
+        if request.compile_step:
+            why = "a compilation is of one mesh"
+            raise usage_error("`--compile` has no effect with `--search`", why, "remove one of them")
         if request.html is not None:
             raise usage_error("`--html` has no effect with `--search`", "a page shows one plan", "remove one of them")
         if request.mesh is not None and devices.number:
@@ -93,15 +98,36 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
     training_plan = replan({})
     for warning in context_warnings(recipe, training_plan.inputs):
         ui.warn(warning)
+    compiled = _compile(target, training_plan, devices.kind, ui) if request.compile_step else None
     kinds = [training_plan.on(kind) for kind in ([devices.kind] if devices.kind else ACCELERATORS.values())]
     change = _find_change(training_plan, target, devices.kind)
     does_not_fit = devices.kind is not None and not kinds[0].fits
     advice = change_text(change) if does_not_fit else ""
     if request.html is not None:
-        write_plan_page(request.html, request.target, training_plan, kinds=kinds, replan=replan, advice=advice)
+        write_plan_page(
+            request.html,
+            request.target,
+            training_plan,
+            kinds=kinds,
+            replan=replan,
+            advice=advice,
+            compiled=compiled,
+        )
         ui.note(f"wrote {request.html}")
-    fields = {**plan_fields(training_plan), "kinds": list(map(kind_fields, kinds)), "changes": _change_fields(change)}
-    return Report("\n".join(plan_lines(training_plan, kinds, advice)), fields)
+    fields = {
+        **plan_fields(training_plan),
+        "kinds": list(map(kind_fields, kinds)),
+        "changes": _change_fields(change),
+        "compiled": compiled_fields(compiled),
+    }
+    return Report("\n".join(plan_lines(training_plan, kinds, advice=advice, compiled=compiled)), fields)
+
+
+def _compile(target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, ui: Ui) -> CompiledStep:
+    """Compile the step; only then JAX is imported."""
+    from prepcli.commands.plan_compile import compile_step
+
+    return compile_step(target, training_plan, kind, ui)
 
 
 def _resolved_mesh(mesh: str, devices: _Devices) -> str:

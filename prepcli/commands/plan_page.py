@@ -7,6 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from prepcli.commands.compiled_report import (
+    COLLECTIVE_HEADER,
+    CompiledStep,
+    caveat,
+    collective_rows,
+    memory_rows,
+    title,
+)
 from prepcli.commands.plan_report import (
     CAVEAT,
     KIND_HEADER,
@@ -29,7 +37,14 @@ Replan = Callable[[Mapping[str, Any]], TrainingPlan]
 
 
 def write_plan_page(
-    path: Path, name: str, plan: TrainingPlan, *, kinds: Sequence[KindEstimate], replan: Replan, advice: str
+    path: Path,
+    name: str,
+    plan: TrainingPlan,
+    *,
+    kinds: Sequence[KindEstimate],
+    replan: Replan,
+    advice: str,
+    compiled: CompiledStep | None,
 ) -> None:
     """Write the page of a plan.
 
@@ -40,16 +55,19 @@ def write_plan_page(
         kinds: The step on each kind of accelerator to show; the memory of a single one is drawn as the limit.
         replan: Returns the plan with other values of dotted keys.
         advice: Sentence about fitting into memory; empty for none.
+        compiled: The compiled step; None if it was not compiled.
 
     Raises:
         PrepError: The file cannot be written.
     """
-    write_html_page(path, f"prep plan {name}", _body(name, plan, kinds, replan=replan, advice=advice))
+    body = (*_body(name, plan, kinds, replan=replan, advice=advice), *(_compiled_section(compiled) if compiled else ()))
+    write_html_page(path, f"prep plan {name}", body)
 
 
 def _body(
     name: str, plan: TrainingPlan, kinds: Sequence[KindEstimate], *, replan: Replan, advice: str
 ) -> Iterator[str]:
+    """Yield the elements of the estimates."""
     limit = kinds[0] if len(kinds) == 1 else None
     yield f"<h1>Plan of {escape(name)}</h1>"
     yield from (f"<p>{escape(line)}</p>" for line in (*title_lines(plan), *filter(None, [advice])))
@@ -66,6 +84,15 @@ def _body(
         yield "<h2>Communication</h2>"
         yield from html_table(TRAFFIC_HEADER, traffic_rows(plan))
     yield f"<p>{escape(CAVEAT)}</p>"
+
+
+def _compiled_section(step: CompiledStep) -> Iterator[str]:
+    """Yield the elements of a compiled step."""
+    yield f"<h2>The step {escape(title(step))}</h2>"
+    yield from html_table(["memory of one device", ""], memory_rows(step))
+    if step.plan.collectives:
+        yield from html_table(COLLECTIVE_HEADER, collective_rows(step))
+    yield f"<p>{escape(caveat(step))}</p>"
 
 
 def _memory_parts(plan: TrainingPlan) -> list[Bar]:

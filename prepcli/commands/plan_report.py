@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from prepcli.commands.compiled_report import CompiledStep, compiled_lines
 from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
@@ -19,18 +20,22 @@ PETA = 1e15
 KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
 TRAFFIC_HEADER = ("one device sends in a step", "bytes", "other work")
 CAVEAT = (
-    f"All figures are estimates from shapes. Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak;"
-    " communication over mp waits, other communication overlaps; elementwise work, input and checkpoints are ignored."
+    "All figures above are estimates from shapes."
+    f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
+    " other communication overlaps; elementwise work, input and checkpoints are ignored."
 )
 
 
-def plan_lines(plan: TrainingPlan, kinds: Sequence[KindEstimate], advice: str) -> Iterator[str]:
-    """Yield the sections of the text: shapes, memory, operations, communication, devices.
+def plan_lines(
+    plan: TrainingPlan, kinds: Sequence[KindEstimate], *, advice: str, compiled: CompiledStep | None
+) -> Iterator[str]:
+    """Yield the sections of the text: shapes, memory, operations, communication, devices, the compiled step.
 
     Args:
         plan: The plan.
         kinds: The step on each kind of accelerator to show.
         advice: Line about fitting into memory; empty for none.
+        compiled: The compiled step; None if it was not compiled.
     """
     yield from title_lines(plan)
     yield ""
@@ -44,6 +49,9 @@ def plan_lines(plan: TrainingPlan, kinds: Sequence[KindEstimate], advice: str) -
     yield format_table(kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1])
     yield from filter(None, [advice])
     yield CAVEAT
+    if compiled is not None:
+        yield ""
+        yield from compiled_lines(compiled)
 
 
 def title_lines(plan: TrainingPlan) -> Iterator[str]:

@@ -20,7 +20,7 @@ from trainer.models.architecture import ArchConfig
 from trainer.models.presets import PRESETS, preset_name
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
-from trainer.models.rules import DEFAULT_RULES, Rules
+from trainer.models.rules import Rules
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, complete_recipe, load_recipe
 from trainer.recipe.raw_recipe import RawRecipe
@@ -38,12 +38,14 @@ class PlanTarget:
         recipe: The recipe; its mesh may have an open axis.
         model: The model, with the recipe's rotary embedding.
         rules: Partition rules.
+        rule_texts: The same as text.
         origin: Name of the checkpoint, the file or the published config with the model's shapes.
     """
 
     recipe: Recipe
     model: PlannedModel
     rules: Rules
+    rule_texts: tuple[str, ...]
     origin: str
 
 
@@ -79,10 +81,12 @@ def resolve_target(
         checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
         mesh = checkpoint.manifest.get("mesh") or default_mesh
         recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
+    rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.get("rules", ())
     return PlanTarget(
         recipe=recipe,
         model=checkpoint.model.with_rope(recipe.model.rope_overrides),
-        rules=_rules(recipe, checkpoint.manifest),
+        rules=merge_rules(rule_texts, origin="rules"),
+        rule_texts=tuple(rule_texts),
         origin=checkpoint.origin,
     )
 
@@ -92,13 +96,6 @@ def _recipe_path(target: str) -> Path:
     path = Path(target)
     shipped = recipes_folder() / path.name
     return shipped if not path.exists() and shipped.is_file() else path
-
-
-def _rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
-    """Return the rules of the recipe, or else of the checkpoint, or else the default rules."""
-    if recipe.rules is not None:
-        return merge_rules(recipe.rules, origin="rules")
-    return merge_rules(manifest["rules"]) if "rules" in manifest else DEFAULT_RULES
 
 
 def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:

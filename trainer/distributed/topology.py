@@ -15,6 +15,8 @@ from trainer.models.errors import PrepError, usage_error
 
 # JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+# The two cores of a v4 chip are one device with its whole memory, as on a TPU VM. libtpu would describe two devices.
+_CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
 def tpu_devices(topology: str) -> list[Any]:
@@ -31,7 +33,8 @@ def tpu_devices(topology: str) -> list[Any]:
         what = f"no compiler for the TPU topology {topology!r:.60}"
         raise PrepError(what, "libtpu is not installed", "`pip install 'prepcli[tpu]'`; it needs no TPU")
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        options = _CHIP_CONFIGS.get(topology.partition(":")[0], {})
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
         raise usage_error(f"unknown TPU topology {topology!r:.60}", why, "for example `v5p:8x8x4`") from error

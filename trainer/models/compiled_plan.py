@@ -40,22 +40,26 @@ class CompiledPlan:
 
     Attributes:
         target: The devices, such as `v5p:8x8x4` or `8 CPU devices`.
+        kernel: Name of the attention kernel.
         is_upper_bound: Whether accelerators need less: XLA computes bfloat16 in float32 on CPUs, and keeps both.
         temp_nbytes: Temporary arrays.
         argument_nbytes: The training state and the batch.
         output_nbytes: The new training state and the metrics.
         alias_nbytes: Outputs that take the place of arguments.
         compile_s: Seconds of tracing and compiling.
+        host_nbytes: Largest resident memory of the process that compiled.
         collectives: The collective operations by kind.
     """
 
     target: str
+    kernel: str
     is_upper_bound: bool
     temp_nbytes: int
     argument_nbytes: int
     output_nbytes: int
     alias_nbytes: int
     compile_s: float
+    host_nbytes: int
     collectives: tuple[Collective, ...]
 
     @property

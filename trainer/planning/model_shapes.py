@@ -40,12 +40,23 @@ class PlannedModel:
         Raises:
             PrepError: The config is invalid or needs an unsupported feature.
         """
-        family, config = family_of(self.config), self.config
-        if not self.is_converted:
-            dims = {path: leaf.dims for path, leaf in self._leaves(config).items()}
-            multiple = vocab_multiple(dims, mesh, rules)
-            config = {**config, "vocab_size": -(-family.sizes(config)["vocab"] // multiple) * multiple}
-        return ModelShapes(family.arch_config(config), self._leaves(config))
+        config = self._padded_config(mesh, rules)
+        return ModelShapes(family_of(config).arch_config(config), self._leaves(config))
+
+    def manifest(self, mesh: Mesh, rules: Rules) -> dict[str, Any]:
+        """Return the entries of a checkpoint's manifest that describe the model, except its rules."""
+        config = self._padded_config(mesh, rules)
+        return {"config": config, "tied": self.is_tied, "scan": self.scan, "scan_axis": self.scan_axis}
+
+    def _padded_config(self, mesh: Mesh, rules: Rules) -> HFConfig:
+        """Return the config with the vocabulary that the checkpoint has after its conversion."""
+        if self.is_converted:
+            return self.config
+        vocab = family_of(self.config).sizes(self.config)["vocab"]
+        dims = {path: leaf.dims for path, leaf in self._leaves(self.config).items()}
+        multiple = vocab_multiple(dims, mesh, rules)
+        padded = -(-vocab // multiple) * multiple
+        return self.config if padded == vocab else {**self.config, "vocab_size": padded, "true_vocab_size": vocab}
 
     def _leaves(self, config: HFConfig) -> dict[str, ParamLeaf]:
         """Return the parameters of a config with the layout of this model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -39,11 +40,13 @@ def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], ta
     memory: Any = compiled.memory_analysis()
     return CompiledPlan(
         target=target,
+        kernel=setup.forward_config.attention_options.kernel,
         is_upper_bound=setup.sharding.device_mesh.devices.flat[0].platform == "cpu",
         temp_nbytes=memory.temp_size_in_bytes,
         argument_nbytes=memory.argument_size_in_bytes,
         output_nbytes=memory.output_size_in_bytes,
         alias_nbytes=memory.alias_size_in_bytes,
         compile_s=compile_s,
+        host_nbytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         collectives=read_collectives(compiled.as_text()),
     )

@@ -44,6 +44,6 @@ def test_program_without_collectives_has_none():
 
 
 def test_plan_survives_json():
-    plan = CompiledPlan("v5p:8x8x4", False, 100, 20, 21, 19, 1.5, (Collective("all-gather", 2, 64),))
+    plan = CompiledPlan("v5p:8x8x4", "blockwise", False, 100, 20, 21, 19, 1.5, 300, (Collective("all-gather", 2, 64),))
     assert plan.peak_nbytes == 100 + 20 + 2
     assert CompiledPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

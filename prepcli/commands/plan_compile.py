@@ -1,0 +1,35 @@
+"""The compilation of a planned training step, for a TPU slice or for simulated CPU devices."""
+
+from __future__ import annotations
+
+from prepcli.commands.compiled_report import CompiledStep
+from prepcli.commands.plan_target import PlanTarget
+from prepcli.console.ui import Ui
+from trainer.planning.accelerators import Accelerator
+from trainer.planning.tpu_topologies import SLICES, find_topology
+from trainer.planning.training_plan import TrainingPlan, plan_training
+from trainer.training.compiled_plan import compiled_plan
+
+
+def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, ui: Ui) -> CompiledStep:
+    """Compile the training step of a plan.
+
+    Args:
+        target: Model and rules of the plan.
+        training_plan: The plan.
+        kind: Kind of the devices. For TPUs the step is compiled for a slice with the mesh's number of chips, otherwise
+            for simulated CPU devices.
+        ui: Receives notes.
+
+    Raises:
+        PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile.
+    """
+    mesh, recipe = training_plan.mesh, training_plan.recipe
+    topology = find_topology(kind.name, mesh.n_devices) if kind is not None and kind.name in SLICES else None
+    ui.note(f"compiling for {topology or f'{mesh.n_devices:,} simulated CPU devices'}")
+    manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
+    plan = compiled_plan(recipe, manifest, mesh, topology)
+    estimate = training_plan
+    if plan.is_upper_bound:
+        estimate = plan_training(recipe, target.model, target.rules, widens_bfloat16=True)
+    return CompiledStep(plan, estimate.memory.peak)
