@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.model_configs import MODEL_SIZES
 from trainer.models import mesh as meshes
 from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 
@@ -27,18 +28,6 @@ if TYPE_CHECKING:
 
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
-
-MODEL_SIZES: dict[str, dict[str, Any]] = {
-    "small": {
-        "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1376,
-        "vocab_size": 32000,
-    },
-    "7b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
-        "vocab_size": 32000,
-    },
-}  # fmt: skip
-MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 
 @dataclass(frozen=True, slots=True)

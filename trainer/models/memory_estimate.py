@@ -11,12 +11,14 @@ At its peak a step needs
     batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
-      one layer's        the activations it reads, times the layers of one period of the sliding window pattern,
-      backward pass      because their backward passes overlap; the larger of transient scores, B*H*T*S*4 once, or twice
-                         with rematerialization, less the activations that are computed again later, and the gradients
-                         of the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their
-                         gradients; with experts the rows of all assignments (below)
-      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; the gathered head, V*D*4
+      one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
+      backward pass      rematerialization, less the activations that are computed again later, and the gradients of
+                         the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their gradients;
+                         with experts the rows of all assignments (below). The backward passes of the layers of one
+                         period of the sliding window pattern overlap: each other layer of the period adds what a layer
+                         saves without rematerialization, and with rematerialization its transient dense scores
+      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; with fsdp the gathered head, twice, and
+                         its gradient before it is reduced: V*D*(2*c + 4)
 
 The derivative of each operation determines the activations that the backward pass of a layer reads:
 
@@ -33,7 +35,8 @@ The derivative of each operation determines the activations that the backward pa
                          are the matrices of one expert, gathered, with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
-which are computed again: of the MLP, the products with `up` and `gate` are saved.
+which are computed again: of the MLP, the products with `up` and `gate` are saved. The inputs of blocks are saved split
+like the residual stream.
 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
@@ -132,8 +135,12 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     length = inputs.local_length(inputs.seq_length)
     num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, length)
     num_logits = num_tokens * inputs.local_extent("vocab")
+    logits_nbytes = FLOAT32 * LOGIT_COPIES * num_logits
+    if inputs.axis_size("fsdp") == 1:
+        return logits_nbytes
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
-    return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
+    weight_nbytes = (2 * inputs.itemsize + FLOAT32) * inputs.local_leaf_size(head, is_gathered=True)
+    return logits_nbytes + weight_nbytes
 
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:
