@@ -44,7 +44,7 @@ and two gradients of the residual stream, B*T*D*4 each, are transient.
 With a rematerialization policy a layer saves its input and the matrix products or activations that the policy names.
 With `offload` the inputs of layers are saved in host memory, which the peak does not include.
 
-The formula is fitted to XLA's memory plans for CPU devices (`python -m bench.compiled_memory` prints both). On a CPU
+The formula is fitted to XLA's memory plans for CPU devices. `python -m bench.memory_points` compares both. On a CPU
 bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` is 4 for it. XLA for TPUs orders the
 operations of a rematerialized layer so that attention and MLP are never in memory together: the smaller of transient
 scores and MLP, and the input and norms of one block, take no memory of their own (`python -m bench.compiled_step`).
