@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bench.model_configs import MODEL_SIZES
 from trainer.models import mesh as meshes
 from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 
@@ -27,18 +28,6 @@ if TYPE_CHECKING:
 
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ForwardConfig, ModelSpec
-
-MODEL_SIZES: dict[str, dict[str, Any]] = {
-    "small": {
-        "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1376,
-        "vocab_size": 32000,
-    },
-    "7b": {
-        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
-        "vocab_size": 32000,
-    },
-}  # fmt: skip
-MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 attention_options=AttentionOptions(options.kernel, options.q_chunk, options.k_chunk),
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
+                blocks_overlap=not options.topology,
             )
             compiled = compile_step(model, forward_config, rows, seq_length)
             run = MemoryInputs(
@@ -175,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 itemsize=2 if options.topology and options.dtype == "bfloat16" else FLOAT32,
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
+                blocks_overlap=not options.topology,
                 attention_tile=None if options.kernel == "reference" else (options.q_chunk, options.k_chunk),
             )
             expected = estimate_memory(run).activations

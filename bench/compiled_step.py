@@ -1,4 +1,4 @@
-"""Compile a whole LLaMA training step for a TPU topology, without a TPU, and print its memory and collectives.
+"""Compile a whole training step for a TPU topology, without a TPU, and print its memory and collectives.
 
     python -m bench.compiled_step --size 7b --topology v5p:8x8x4 --mesh 1,64,4
 
@@ -13,30 +13,29 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from bench.compiled_memory import MODEL_SIZES
+from bench.compiled_memory import parse_policy
+from bench.model_configs import MODEL_CONFIGS
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.registry import family_of
 from trainer.recipe import Recipe
-
-SIZES = MODEL_SIZES | {
-    "13b": {
-        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,
-        "vocab_size": 32000,
-    },
-}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the argument parser of this command."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled_step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--size", choices=MODEL_CONFIGS, default="small", help="model (default: %(default)s)")
     parser.add_argument("--topology", help="TPU topology such as v5p:8x8x4 (default: simulated CPU devices)")
     parser.add_argument("--mesh", default="1,1,1", help="dp,fsdp,mp (default: one device)")
     parser.add_argument("--rows", type=int, help="sequences of a step (default: one per data-parallel shard)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the computation (default: %(default)s)")
-    parser.add_argument("--remat", default="nothing_saveable", help="remat policy (default: %(default)s)")
+    parser.add_argument(
+        "--remat",
+        default="nothing_saveable",
+        help="remat policy, or names of activations: q+k+v (default: %(default)s)",
+    )
     parser.add_argument("--kernel", default="blockwise", help="attention kernel (default: %(default)s)")
     parser.add_argument("--q-chunk", type=int, default=512, help="queries of a tile (default: %(default)s)")
     parser.add_argument("--k-chunk", type=int, default=512, help="keys of a tile (default: %(default)s)")
@@ -46,7 +45,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_recipe(options: argparse.Namespace, mesh: Mesh) -> Recipe:
-    """Return the recipe of a step; neither its checkpoint nor its data exist."""
+    """Return the recipe of a step; neither its checkpoint nor its data exist. Sources are as long as targets."""
+    data: dict[str, Any] = {"type": "text", "path": ("data.txt",), "seq_length": options.tokens}
+    if family_of(MODEL_CONFIGS[options.size]).arch_config(MODEL_CONFIGS[options.size]).encoder:
+        data |= {"type": "json", "fields": "[source], target", "source_length": options.tokens}
     return Recipe.model_validate(
         {
             "name": options.size,
@@ -54,19 +56,26 @@ def make_recipe(options: argparse.Namespace, mesh: Mesh) -> Recipe:
             "model": {
                 "path": options.size,
                 "dtype": options.dtype,
-                "remat_policy": options.remat,
+                "remat_policy": parse_policy(options.remat),
                 "attention_kernel": options.kernel,
                 "q_chunk_size": options.q_chunk,
                 "k_chunk_size": options.k_chunk,
                 "ffn_chunk_size": options.ffn_chunk,
                 "head_chunk_size": options.head_chunk,
             },
-            "data": {"type": "text", "path": ("data.txt",), "seq_length": options.tokens},
+            "data": data,
             "batch": {"size": options.rows or mesh.size("dp") * mesh.size("fsdp")},
             "optimizer": {"lr": 1e-3},
             "train": {"steps": 1000},
         }
     )
+
+
+def make_manifest(size: str) -> dict[str, Any]:
+    """Return the manifest entries of a checkpoint of the model named `size`."""
+    config = MODEL_CONFIGS[size]
+    is_tied = family_of(config).is_tied(config)
+    return {"config": config, "tied": is_tied, "scan": True, "scan_axis": 0, "rules": []}
 
 
 def report_lines(plan: CompiledPlan, estimated_nbytes: int) -> list[str]:
@@ -95,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     options = make_parser().parse_args(arguments)
     mesh = parse_mesh(options.mesh)
-    config: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 1 << 17, **SIZES[options.size]}
-    manifest = {"config": config, "tied": False, "scan": True, "scan_axis": 0, "rules": []}
-    recipe = make_recipe(options, mesh)
+    recipe, manifest = make_recipe(options, mesh), make_manifest(options.size)
     plan = compiled_plan(recipe, manifest, mesh, options.topology)
     run = step_inputs(
         recipe, model_from_manifest(manifest), mesh=mesh, rules=DEFAULT_RULES, widens_bfloat16=not options.topology

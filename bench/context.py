@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.compiled_memory import MODEL_SIZES, CompiledMemory, compile_step, lower_step
+from bench.compiled_memory import CompiledMemory, compile_step, lower_step
 from bench.evidence import log
+from bench.model_configs import MODEL_SIZES
 from prepcli.console.ui import format_table
 from prepcli.demo.svg import Curve, line_chart
 

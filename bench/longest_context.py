@@ -15,9 +15,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from bench.compiled_memory import MODEL_SIZES, compile_step, topology_sharding
+from bench.compiled_memory import compile_step, topology_sharding
 from bench.context import DENSE, GIB, METHODS, TILES, llama, method_config
 from bench.evidence import log
+from bench.model_configs import MODEL_SIZES
 from prepcli.console.ui import format_table
 
 if TYPE_CHECKING:

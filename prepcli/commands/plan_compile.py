@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prepcli.commands.compiled_report import CompiledStep
 from prepcli.commands.plan_target import PlanTarget
 from prepcli.console.ui import Ui
+from trainer.models.memory_estimate import estimate_memory
+from trainer.models.memory_inputs import FLOAT32
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.tpu_topologies import SLICES, find_topology
-from trainer.planning.training_plan import TrainingPlan, plan_training
+from trainer.planning.training_plan import TrainingPlan
 from trainer.training.compiled_plan import compiled_plan
 
 
@@ -29,7 +33,7 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
     ui.note(f"compiling for {topology or f'{mesh.n_devices:,} simulated CPU devices'}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
     plan = compiled_plan(recipe, manifest, mesh, topology)
-    estimate = training_plan
+    inputs = training_plan.inputs
     if plan.is_upper_bound:
-        estimate = plan_training(recipe, target.model, target.rules, widens_bfloat16=True)
-    return CompiledStep(plan, estimate.memory.peak)
+        inputs = replace(inputs, itemsize=FLOAT32, blocks_overlap=True)  # as CPUs compute
+    return CompiledStep(plan, estimate_memory(inputs).peak)

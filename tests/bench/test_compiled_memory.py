@@ -7,6 +7,7 @@ import re
 import pytest
 
 from bench import compiled_memory
+from bench.model_configs import MODEL_SIZES
 from trainer.models.errors import PrepError
 from trainer.models.remat import RematPolicy
 
@@ -14,9 +15,7 @@ from trainer.models.remat import RematPolicy
 def test_main_prints_a_line_per_length_and_policy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Use as many devices as all tests have, since JAX counts them once per process."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    monkeypatch.setitem(
-        compiled_memory.MODEL_SIZES, "small", compiled_memory.MODEL_SIZES["small"] | {"hidden_size": 64}
-    )
+    monkeypatch.setitem(MODEL_SIZES, "small", MODEL_SIZES["small"] | {"hidden_size": 64})
     compiled_memory.main(["--tokens", "64,512", "--mesh", "1,2,4", "--remat", "nothing_saveable"])
     header, _, *lines = capsys.readouterr().out.splitlines()
     assert header == "small, float32, mesh 1,2,4, 2 sequences a step; of one device:"

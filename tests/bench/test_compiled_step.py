@@ -7,10 +7,11 @@ import re
 import pytest
 
 from bench import compiled_step
+from bench.model_configs import MODEL_CONFIGS
 
 
 def test_main_prints_memory_and_collectives(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(compiled_step.SIZES, "small", compiled_step.SIZES["small"] | {"hidden_size": 64})
+    monkeypatch.setitem(MODEL_CONFIGS, "small", MODEL_CONFIGS["small"] | {"hidden_size": 64})
     compiled_step.main(["--tokens", "64", "--mesh", "1,2,2", "--ffn-chunk", "32"])
     header, *lines, footer = capsys.readouterr().out.splitlines()
     assert header == "small, bfloat16, 2 x 64 tokens, mesh 1,2,2; of one device:"

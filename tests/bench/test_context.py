@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from bench import context, longest_context
-from bench.compiled_memory import MODEL_SIZES, CompiledMemory
+from bench.compiled_memory import CompiledMemory
 from bench.context import ALL_CHUNKS, DENSE, METHODS, TILES, ContextRow, context_svg, context_text, method_config
+from bench.model_configs import MODEL_SIZES
 from tests.helpers.tiny_configs import LLAMA
 
 MIB = 1 << 20

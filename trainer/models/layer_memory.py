@@ -14,6 +14,7 @@ from trainer.models.remat import OFFLOAD_NONE, SAVES_ALL, SAVES_DOTS, saved_acti
 
 ROW_COPIES = 2  # outputs of experts, and their gradients
 TILE_COPIES = 4  # scores, probabilities and their gradients of a tile of blockwise attention
+FUSED_TILE_COPIES = 1  # on accelerators, where XLA computes most of these arrays in the products that read them
 RING_COPIES = 2  # of keys and values, and of their gradients: those on a device, and those on their way to it
 ACTIVATION_ARRAYS = {  # arrays [B, T, F] that the backward pass of an MLP without a gate needs
     "gelu": 4, "gelu_new": 6, "gelu_pytorch_tanh": 6, "gelu_fast": 6, "quick_gelu": 4, "silu": 4, "swish": 4, "relu": 3,
@@ -62,8 +63,7 @@ class LayerStack:
         """Bytes that one layer saves on the device for its backward pass by the policy, without weights."""
         policy = self.inputs.remat_policy
         if policy in SAVES_ALL:
-            recomputed = 0 if policy == "everything_saveable" else self._recomputed_nbytes()
-            return self._backward_inputs_nbytes() - recomputed
+            return self._backward_inputs_nbytes() if policy == "everything_saveable" else self._kept_nbytes()
         names = saved_activations(policy, has_experts=self.arch_config.experts_per_token > 0)
         score_size = sum(map(self._score_size, self.kv_lengths.values())) if policy in SAVES_DOTS else 0
         activations = sum(map(self._activation_nbytes, names)) + FLOAT32 * score_size
@@ -82,7 +82,8 @@ class LayerStack:
         """
         attention_nbytes = self._transient_scores_nbytes() - self._recomputed_nbytes()
         return (
-            window_period(self.arch_config.sliding_windows) * self._backward_inputs_nbytes()
+            self._backward_inputs_nbytes()
+            + (window_period(self.arch_config.sliding_windows) - 1) * self._overlapping_nbytes()
             + max(attention_nbytes, self._mlp_gradient_nbytes())
             + self._expert_nbytes()
             + self._ring_nbytes()
@@ -129,11 +130,24 @@ class LayerStack:
 
     def _backward_inputs_nbytes(self) -> int:
         """Return the bytes of all activations that a layer's backward pass reads."""
-        inputs, residual_size, num_attentions = self.inputs, self._residual_size(), len(self.kv_lengths)
-        heads = 2 * inputs.itemsize * (self._query_size() + self._kv_size() // 2) * num_attentions
-        block_inputs = (1 + num_attentions) * residual_size * inputs.itemsize
+        heads = 2 * self.inputs.itemsize * (self._query_size() + self._kv_size() // 2) * len(self.kv_lengths)
         hidden = 0 if self.arch_config.experts_per_token else self._mlp_nbytes(self._mlp_hidden_size())
-        return self._saved_scores_nbytes() + heads + self._norm_nbytes() + block_inputs + hidden
+        return self._saved_scores_nbytes() + heads + self._norm_nbytes() + self._block_inputs_nbytes() + hidden
+
+    def _block_inputs_nbytes(self) -> int:
+        """Return the bytes of the unsplit inputs of attentions and MLP."""
+        return (1 + len(self.kv_lengths)) * self._residual_size() * self.inputs.itemsize
+
+    def _kept_nbytes(self) -> int:
+        """Return the bytes that a layer without rematerialization saves: not what every policy may compute again."""
+        gathered_nbytes = self._block_inputs_nbytes() * (1 - 1 / self.inputs.num_residual_shards(self.seq_length))
+        return self._backward_inputs_nbytes() - self._recomputed_nbytes() - int(gathered_nbytes)
+
+    def _overlapping_nbytes(self) -> int:
+        """Return the working set of another layer of the same period while one layer is computed."""
+        has_transient_scores = self.inputs.attention_tile is None and self.inputs.remat_policy not in SAVES_ALL
+        scores_nbytes = self._transient_scores_nbytes() if has_transient_scores else 0
+        return self._backward_inputs_nbytes() - self._recomputed_nbytes() + scores_nbytes
 
     def _recomputed_nbytes(self) -> int:
         """Return the bytes of the activations that every policy may compute again; chunks save none of them."""
@@ -184,7 +198,8 @@ class LayerStack:
         """Return the bytes of scores that exist only during a layer's backward pass."""
         if self.inputs.attention_tile is not None:
             tiled_copies = self.inputs.itemsize * (3 * self._query_size() + self._kv_size())
-            return TILE_COPIES * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
+            num_copies = TILE_COPIES if self.inputs.blocks_overlap else FUSED_TILE_COPIES
+            return num_copies * self.score_nbytes + FLOAT32 * self._kv_size() + tiled_copies
         return self.score_nbytes * (1 if self.inputs.remat_policy in SAVES_ALL else 2)
 
     def _ring_nbytes(self) -> int:

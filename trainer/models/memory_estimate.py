@@ -11,18 +11,21 @@ At its peak a step needs
     batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
-      one layer's        the activations it reads, times the layers of one period of the sliding window pattern,
-      backward pass      because their backward passes overlap; the larger of transient scores, B*H*T*S*4 once, or twice
-                         with rematerialization, less the activations that are computed again later, and the gradients
-                         of the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their
-                         gradients; with experts the rows of all assignments (below)
-      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; the gathered head, V*D*4
+      one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
+      backward pass      rematerialization, less the activations that are computed again later, and the gradients of
+                         the MLP, 2*B*T*F*c, or 3 if it is gated; with fsdp its gathered weights and their gradients;
+                         with experts the rows of all assignments (below). The backward passes of the layers of one
+                         period of the sliding window pattern overlap: each other layer of the period adds what a layer
+                         saves without rematerialization, and with rematerialization its transient dense scores
+      the LM head        logits of a chunk and their gradients: 2*B*chunk*V*4; with fsdp the gathered head, twice, and
+                         its gradient before it is reduced: V*D*(2*c + 4)
 
 The derivative of each operation determines the activations that the backward pass of a layer reads:
 
     scores               B*H*T*S*(4 + c): the softmax in float32 and in `c`; 4 more with a softcap. Blockwise attention
-                         saves B*H*T*4; transient are the scores of a tile, four times, the gradients of keys and
-                         values in float32, and copies of queries, keys, values and gradients in tiles
+                         saves B*H*T*4; transient are the scores of a tile, four times (on accelerators once), the
+                         gradients of keys and values in float32, and copies of queries, keys, values and
+                         gradients in tiles
                          With sp, two copies of the keys and values of another device with their float32 gradients
                          are transient, and B*T*H*E*4 for the gradient of queries so far
     heads                queries and attention output B*T*H*E*c each, keys and values likewise
@@ -33,7 +36,8 @@ The derivative of each operation determines the activations that the backward pa
                          are the matrices of one expert, gathered, with their gradients, and a block of hidden units
 
 Without rematerialization all of them are saved, except those of norms before projections and of activation functions,
-which are computed again: of the MLP, the products with `up` and `gate` are saved.
+which are computed again: of the MLP, the products with `up` and `gate` are saved. The inputs of blocks are saved split
+like the residual stream.
 
 With chunks of tokens, T is the length of a chunk in the arrays of the MLP, of experts, and of norms before projections,
 and two gradients of the residual stream, B*T*D*4 each, are transient.
@@ -41,7 +45,7 @@ and two gradients of the residual stream, B*T*D*4 each, are transient.
 With a rematerialization policy a layer saves its input and the matrix products or activations that the policy names.
 With `offload` the inputs of layers are saved in host memory, which the peak does not include.
 
-The formula is fitted to XLA's memory plans for CPU devices (`python -m bench.compiled_memory` prints both). On a CPU
+The formula is fitted to XLA's memory plans for CPU devices. `python -m bench.memory_points` compares both. On a CPU
 bfloat16 is widened to float32 and saved as float32, so `MemoryInputs.itemsize` is 4 for it. XLA for TPUs orders the
 operations of a rematerialized layer so that attention and MLP are never in memory together: the smaller of transient
 scores and MLP, and the input and norms of one block, take no memory of their own (`python -m bench.compiled_step`).
@@ -132,8 +136,12 @@ def _lm_head_nbytes(inputs: MemoryInputs) -> int:
     length = inputs.local_length(inputs.seq_length)
     num_tokens = inputs.local_batch_size * chunk_length(inputs.head_chunk_size, length)
     num_logits = num_tokens * inputs.local_extent("vocab")
+    logits_nbytes = FLOAT32 * LOGIT_COPIES * num_logits
+    if inputs.axis_size("fsdp") == 1:
+        return logits_nbytes
     head = inputs.leaves.get("head.weight") or inputs.leaves["embed.tokens"]
-    return FLOAT32 * (LOGIT_COPIES * num_logits + inputs.local_leaf_size(head, is_gathered=True))
+    weight_nbytes = (2 * inputs.itemsize + FLOAT32) * inputs.local_leaf_size(head, is_gathered=True)
+    return logits_nbytes + weight_nbytes
 
 
 def layer_stacks(inputs: MemoryInputs) -> Iterable[LayerStack]:

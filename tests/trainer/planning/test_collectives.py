@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.models.test_memory_estimate import LLAMA_7B, T5, make_inputs
+from bench.model_configs import MODEL_CONFIGS
+from tests.trainer.models.test_memory_estimate import make_inputs
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.rules import ACTIVATION_RULES, PARAM_RULES, WHOLE, Rules
 from trainer.planning.collectives import AxisTraffic, axis_strides, axis_traffic
 
+LLAMA_7B, T5 = (MODEL_CONFIGS[name] for name in ("7b", "t5"))
 PARAMETERS = 6_738_415_616
 ROWS, LENGTH, WIDTH, LAYERS = 8, 2048, 4096, 32
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.models.test_memory_estimate import LLAMA_7B, MIXTRAL, T5, make_inputs
+from bench.model_configs import MODEL_CONFIGS
+from tests.trainer.models.test_memory_estimate import make_inputs
 from trainer.models.memory_inputs import NO_SCORES
 from trainer.planning.step_flops import StepFlops, count_step_flops
 
+LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5"))
 LENGTH, ROWS = 2048, 4
 TOKENS = LENGTH * ROWS
 MATRICES_7B = 6_738_415_616 - 32000 * 4096 - (2 * 32 + 1) * 4096  # without embedding and norms

@@ -1,0 +1,58 @@
+"""Configs of the models that the benchmarks of memory and context compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL_SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1376,
+        "vocab_size": 32000,
+    },
+    "7b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
+        "vocab_size": 32000,
+    },
+}  # fmt: skip
+MODEL_SIZES["7b-layer"] = MODEL_SIZES["7b"] | {"num_hidden_layers": 1}
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 1 << 17}
+DEEP = LLAMA | MODEL_SIZES["small"] | {"num_hidden_layers": 8}
+# by name, with `model_type`: LLaMA in the sizes above and three more, and models of other families with width 512
+MODEL_CONFIGS: dict[str, dict[str, Any]] = {name: LLAMA | size for name, size in MODEL_SIZES.items()} | {
+    "13b": LLAMA | {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "intermediate_size": 13824,
+        "vocab_size": 32000,
+    },
+    "deep": DEEP,
+    "thin-head": DEEP | {"vocab_size": 1024},
+    "gpt_neo": {
+        "model_type": "gpt_neo", "hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 32000,
+        "max_position_embeddings": 32768, "attention_types": [[["global", "local"], 2]], "window_size": 256,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "vocab_size": 32000, "intermediate_size": 2048, "max_position_embeddings": 32768,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1376, "vocab_size": 32000,
+        "max_position_embeddings": 32768, "sliding_window": 256,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 32768, "sliding_window": None,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 192, "vocab_size": 32000,
+        "num_experts": 32, "num_experts_per_tok": 8,
+    },
+    "t5": {
+        "model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 4, "num_decoder_layers": 4,
+        "num_heads": 8, "vocab_size": 32000, "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    },
+}  # fmt: skip
