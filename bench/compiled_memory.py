@@ -151,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 attention_options=AttentionOptions(options.kernel, options.q_chunk, options.k_chunk),
                 ffn_chunk_size=options.ffn_chunk,
                 head_chunk_size=options.head_chunk,
-                blocks_overlap=not options.topology,
             )
             compiled = compile_step(model, forward_config, rows, seq_length)
             run = MemoryInputs(
