@@ -78,18 +78,18 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:
 
 
 def run_features(
-    *, remat_policy: RematPolicy, num_seq_shards: int, dropout: DropoutConfig = NO_DROPOUT
+    *, remat_policy: RematPolicy, num_sequence_shards: int, dropout: DropoutConfig = NO_DROPOUT
 ) -> frozenset[Feature]:
     """Return the features that a run needs in addition to those of its model.
 
     Args:
         remat_policy: Rematerialization policy of the layers.
-        num_seq_shards: Number of shards of a sequence in attention.
+        num_sequence_shards: Number of shards of a sequence in attention.
         dropout: Rates of dropout and forgetful causal masking.
     """
     is_needed = {
         Feature.SAVED_SCORES: remat_policy in SAVES_SCORES,
-        Feature.SPLIT_SEQUENCE: num_seq_shards > 1,
+        Feature.SPLIT_SEQUENCE: num_sequence_shards > 1,
         Feature.DROPOUT: dropout.attention > 0,
         Feature.FCM: max(dropout.fcm_ratio) > 0,
     }

@@ -101,10 +101,6 @@ class MemoryInputs:
         num_shards = self.num_sequence_shards
         return self._num_shards("residual_seq", local_length * num_shards) // num_shards
 
-    def num_seq_shards(self, length: int) -> int:
-        """Return the number of shards of queries, keys and values along `length` tokens."""
-        return self._num_shards("seq", length)
-
     def axis_size(self, axis: str) -> int:
         """Return the number of devices along a mesh axis."""
         return self.mesh.size(axis) if self.mesh else 1

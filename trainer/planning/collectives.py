@@ -89,7 +89,7 @@ def _mp_residuals(inputs: MemoryInputs, stack: LayerStack) -> int:
 
 def _residual_size(inputs: MemoryInputs, length: int) -> int:
     """Return the elements of the residual stream [B, T, D] that a device computes with."""
-    return inputs.local_batch_size * length * inputs.embed_size // inputs.num_seq_shards(length)
+    return inputs.local_batch_size * length * inputs.embed_size // inputs.num_sequence_shards
 
 
 def _sp_nbytes(inputs: MemoryInputs) -> int:
@@ -100,7 +100,7 @@ def _sp_nbytes(inputs: MemoryInputs) -> int:
 def _ring_nbytes(inputs: MemoryInputs, stack: LayerStack) -> int:
     """Return the bytes of keys and values that a stack's layers send; 0 if sp does not split them."""
     length = row_length(inputs, stack)
-    if inputs.num_seq_shards(length) == 1:
+    if inputs.num_sequence_shards == 1:
         return 0
     kv_heads = inputs.local_extent("kv_heads") or inputs.local_extent("heads")
     num_passes = 2 if inputs.remat_policy in SAVES_ALL else 3

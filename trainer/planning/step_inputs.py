@@ -23,7 +23,7 @@ from trainer.models.errors import UsageError, usage_error
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
-from trainer.models.partition import activation_spec, num_batch_shards, num_sequence_shards
+from trainer.models.partition import num_batch_shards, num_sequence_shards
 from trainer.models.rules import Rules
 from trainer.recipe import Recipe, batch_shape
 
@@ -123,9 +123,11 @@ def attention_needs(
         rules: Partition rules.
         dropout: Rates of dropout and forgetful causal masking.
     """
-    shape = (num_batch_shards(mesh, rules), recipe.data.seq_length)
-    num_seq_shards = activation_spec(shape, ("batch", "seq"), mesh, rules).shards_per_dim[1] if mesh else 1
-    features = run_features(remat_policy=recipe.model.remat_policy, num_seq_shards=num_seq_shards, dropout=dropout)
+    features = run_features(
+        remat_policy=recipe.model.remat_policy,
+        num_sequence_shards=num_sequence_shards(mesh, rules),
+        dropout=dropout,
+    )
     return AttentionNeeds(
         model_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,

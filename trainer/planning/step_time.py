@@ -95,9 +95,9 @@ def step_tokens(inputs: MemoryInputs) -> int:
 
 
 def compute_shards(inputs: MemoryInputs) -> int:
-    """Return the number of devices among which the computation is divided; sp only if it splits queries."""
-    rows = inputs.axis_size("dp") * inputs.axis_size("fsdp")
-    return rows * inputs.axis_size("mp") * inputs.num_seq_shards(inputs.seq_length)
+    """Return the number of devices among which the computation is divided."""
+    num_batch_shards = inputs.micro_batch_size // inputs.local_batch_size
+    return num_batch_shards * inputs.axis_size("mp") * inputs.num_sequence_shards
 
 
 def _memory_traffic(inputs: MemoryInputs, memory: MemoryEstimate) -> int:

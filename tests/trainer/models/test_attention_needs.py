@@ -46,6 +46,8 @@ def test_model_features_follow_the_config(name: str, changes: dict[str, Any], ex
 
 
 def test_run_features_are_saved_scores_and_split_sequences():
-    assert run_features(remat_policy="nothing_saveable", num_seq_shards=1) == set()
-    assert all(run_features(remat_policy=policy, num_seq_shards=1) == {Feature.SAVED_SCORES} for policy in SAVES_SCORES)
-    assert run_features(remat_policy="none", num_seq_shards=2) == {Feature.SPLIT_SEQUENCE}
+    assert run_features(remat_policy="nothing_saveable", num_sequence_shards=1) == set()
+    assert all(
+        run_features(remat_policy=policy, num_sequence_shards=1) == {Feature.SAVED_SCORES} for policy in SAVES_SCORES
+    )
+    assert run_features(remat_policy="none", num_sequence_shards=2) == {Feature.SPLIT_SEQUENCE}

@@ -54,7 +54,7 @@ def test_slow_networks_bound_the_step(tmp_path: Path):
 
 def test_sp_divides_computation_only_if_it_splits_queries(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=dp:2,fsdp:2,mp:2,sp:2")
-    assert compute_shards(plan.inputs) == 8 * plan.inputs.num_seq_shards(2048)
+    assert compute_shards(plan.inputs) == 8 * plan.inputs.num_sequence_shards
 
 
 def test_estimate_is_a_bound_of_a_published_rate(tmp_path: Path):

@@ -5,23 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.kernels.blockwise import blockwise_attention
 from trainer.nn.kernels.call_features import check_call
 from trainer.nn.kernels.cudnn import cudnn_attention
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kernels.pallas_splash import splash_attention
-from trainer.nn.kernels.per_device import attend_per_device
+from trainer.nn.kernels.per_device import AttentionKernel, attend_per_device
 from trainer.nn.kernels.reference import reference_attention
 from trainer.nn.kernels.ring import ring_attention
 
-AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
 KERNELS: Mapping[str, AttentionKernel] = {
     "reference": reference_attention,
     "blockwise": blockwise_attention,
@@ -60,5 +60,8 @@ def attend(
         return ring_attention(q, kv, arch_config, mask, options, sharding=sharding)
     kernel = KERNELS[options.kernel]
     if options.spec.runs_per_device:
-        return attend_per_device(kernel, q, kv, arch_config=arch_config, mask=mask, options=options, sharding=sharding)
+        output = attend_per_device(
+            kernel, q, kv, arch_config=arch_config, mask=mask, options=options, sharding=sharding
+        )
+        return name_activation(output, "attention_output")
     return kernel(q, kv, arch_config, mask, options)

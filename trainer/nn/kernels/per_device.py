@@ -20,11 +20,11 @@ from trainer.nn.kernels.options import AttentionOptions
 PASSED_FIELDS = {"q_segment_ids", "kv_segment_ids", "layer_score_scale", "window"}
 OTHER_FIELDS = {"q_positions", "kv_positions", "cos_sin", "is_causal"}  # whole sequences in order; applied before
 
-Kernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
+AttentionKernel = Callable[[Array, KV, ArchConfig, AttentionMask, AttentionOptions], Array]
 
 
 def attend_per_device(
-    kernel: Kernel,
+    kernel: AttentionKernel,
     q: Array,
     kv: KV,
     *,

@@ -19,15 +19,18 @@ from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, ArchConfig, 
 from trainer.models.attention_kernels import KERNEL_SPECS, DeviceKind
 from trainer.models.attention_needs import AttentionNeeds, Feature
 from trainer.nn.attention_mask import KV, AttentionMask
-from trainer.nn.kernels import KERNELS, AttentionKernel
+from trainer.nn.dropout import AttentionDropout
+from trainer.nn.kernels import KERNELS
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kernels.per_device import AttentionKernel
 from trainer.nn.kernels.reference import reference_attention
+from trainer.nn.random_bits import RandomKey
 from trainer.nn.score_bias import ScoreBias
 
 NUM_ROWS, NUM_KV_HEADS, GROUP = 2, 2, 2
 LENGTH, TILE = 72, (32, 16)  # the last tile of queries is incomplete
 ACCELERATOR_LENGTH = 640  # several blocks of every kernel
-WINDOW, SOFTCAP, LAYER_SCALE = 20, 2.0, 0.5
+WINDOW, SOFTCAP, LAYER_SCALE, DROPOUT_RATE = 20, 2.0, 0.5, 0.25
 BIAS = RelativePositionBias(num_buckets=8, max_distance=16, bidirectional=True)
 UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # halves the compile time
@@ -164,6 +167,12 @@ def _mask(needs: AttentionNeeds, arrays: Arrays, *, is_causal: bool, window: int
         changes["kv_valid"] = positions < starts
     if Feature.SCORE_BIAS in needs.features:
         changes["bias"] = ScoreBias(arrays["bias"], BIAS)
+    if Feature.DROPOUT in needs.features:
+        row_keys = RandomKey(*jnp.arange(2 * num_rows, dtype=jnp.uint32).reshape(2, num_rows))
+        head_ids = jnp.arange(arrays["q"].shape[2], dtype=jnp.uint32)
+        changes["dropout"] = AttentionDropout(row_keys, head_ids, DROPOUT_RATE)
+    if Feature.FCM in needs.features and is_causal:
+        changes["kv_valid"] = jnp.broadcast_to(positions % 3 != 1, (num_rows, length))  # the first key is visible
     if Feature.LAYER_SCALE in needs.features:
         changes["layer_score_scale"] = jnp.float32(LAYER_SCALE)
     return dataclasses.replace(mask, **changes)

@@ -26,6 +26,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.chunk_sizes import RING_BLOCKS, chunk_length
 from trainer.models.mesh import MeshAxes
+from trainer.nn.activation_names import name_activation
 from trainer.nn.attention_mask import KV, AttentionMask
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.kernels.blockwise import LOWEST, Residuals, backward, forward
@@ -154,7 +155,8 @@ def _forward(
 ) -> tuple[Array, Residuals]:
     specs = ring.specs(constants)
     run = ring.map_devices(partial(_local_forward, config, ring), tuple(specs[:5]), tuple(specs[5:]))
-    output, log_normalizer = run(q, k, v, bias_table, constants)
+    arrays = run(q, k, v, bias_table, constants)
+    output, log_normalizer = (name_activation(array, "attention_output") for array in arrays)
     return output, Residuals(q, k, v, bias_table, constants, output, log_normalizer)
 
 

@@ -29,6 +29,7 @@ MODELS = {
     "gemma2": CAUSAL | {Feature.GROUPED_HEADS, Feature.WINDOW, Feature.MIXED_WINDOWS, Feature.SOFTCAP},
     "t5": CAUSAL | {Feature.BIDIRECTIONAL, Feature.CROSS, Feature.KEY_PADDING, Feature.SCORE_BIAS},
     "gpt2, packed": CAUSAL | {Feature.LAYER_SCALE, Feature.SEGMENTS},
+    "llama, random masks": CAUSAL | {Feature.DROPOUT, Feature.FCM},
 }
 ALL = frozenset().union(*MODELS.values())
 
@@ -45,7 +46,7 @@ def _without_cache() -> Iterator[None]:
     ("model", "dtype"),
     slow_except(
         [(model, dtype) for model in MODELS for dtype in ("float32", "bfloat16")],
-        [("gemma2", "float32"), ("t5", "bfloat16")],
+        [("gemma2", "float32"), ("t5", "bfloat16"), ("llama, random masks", "float32")],
     ),
 )
 def test_blockwise_attention_passes(model: str, dtype: str):
@@ -90,6 +91,8 @@ WRONG: dict[str, tuple[AttentionKernel, Feature]] = {
     "window of one more": (wrong_mask(window=lambda mask: mask.window + bool(mask.window)), Feature.WINDOW),
     "no segments": (wrong_mask(q_segment_ids=None), Feature.SEGMENTS),
     "no key padding": (wrong_mask(kv_valid=None), Feature.KEY_PADDING),
+    "no dropout": (wrong_mask(dropout=None), Feature.DROPOUT),
+    "no forgotten keys": (wrong_mask(kv_valid=None), Feature.FCM),
     "no bias": (wrong_mask(bias=None), Feature.SCORE_BIAS),
     "no layer scale": (wrong_mask(layer_score_scale=None), Feature.LAYER_SCALE),
     "no softcap": (wrong_arch(attn_logit_softcap=NO_SOFTCAP), Feature.SOFTCAP),
