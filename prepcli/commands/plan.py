@@ -14,6 +14,7 @@ from prepcli.commands.plan_report import change_text, kind_fields, plan_fields, 
 from prepcli.commands.plan_target import PlanTarget, resolve_target
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import usage_error
+from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.mesh import parse_mesh, resolve_mesh
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
 from trainer.planning.memory_changes import MemoryChange, find_memory_change
@@ -92,8 +93,10 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
     """Report the plan of one mesh."""
     recipe = with_values(target.recipe, {"mesh": _resolved_mesh(target.recipe.mesh, devices)})
 
+    device = devices.kind.device if devices.kind else ANY_ACCELERATOR
+
     def replan(values: Mapping[str, Any]) -> TrainingPlan:
-        return plan_training(with_values(recipe, values), target.model, target.rules)
+        return plan_training(with_values(recipe, values), target.model, target.rules, device=device)
 
     training_plan = replan({})
     for warning in context_warnings(recipe, training_plan.inputs):

@@ -35,6 +35,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
 from trainer.planning.model_shapes import model_of_manifest
+from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
 from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, schema
 from trainer.recipe.tables import keys_of, value_of
@@ -249,7 +250,7 @@ def _prepare_run(
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
-    dropout = setup.dropout_config(recipe, model, manifest["config"])
+    dropout = run_dropout(recipe, manifest["config"])
     kernel = choose_kernel(recipe, model, sharding, warn=ui.warn, dropout=dropout)
     memory = check_machine(
         with_values(recipe, {"model.attention_kernel": kernel.name}),

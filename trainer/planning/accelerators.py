@@ -18,12 +18,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from trainer.models.attention_kernels import DeviceKind
 from trainer.models.errors import usage_error
 from trainer.models.mesh import MAX_DEVICES
 from trainer.models.suggest import did_you_mean
 
 GB = 10**9
 TERA = 10**12
+TPU = DeviceKind("tpu")
+AMPERE, HOPPER, BLACKWELL = (DeviceKind("cuda", (major, 0)) for major in (8, 9, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Accelerator:
 
     Attributes:
         name: Name in `--devices`.
+        device: Platform and compute capability, which decide on the attention kernel.
         memory_nbytes: Memory of one device.
         peak_flops: Dense bfloat16 operations per second.
         memory_bandwidth: Bytes per second between a device and its memory.
@@ -41,6 +45,7 @@ class Accelerator:
     """
 
     name: str
+    device: DeviceKind
     memory_nbytes: int
     peak_flops: float
     memory_bandwidth: float
@@ -63,15 +68,15 @@ class Accelerator:
 
 
 _KINDS = (
-    Accelerator("v4", 32 * GB, 275 * TERA, 1228 * GB, 90 * GB, 4096, 6.25 * GB),
-    Accelerator("v5e", 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
-    Accelerator("v5p", 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
-    Accelerator("v6e", 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
-    Accelerator("A100-40", 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
-    Accelerator("A100-80", 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
-    Accelerator("H100", 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
-    Accelerator("H200", 141 * GB, 989 * TERA, 4800 * GB, 450 * GB, 8, 50 * GB),
-    Accelerator("B200", 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
+    Accelerator("v4", TPU, 32 * GB, 275 * TERA, 1228 * GB, 90 * GB, 4096, 6.25 * GB),
+    Accelerator("v5e", TPU, 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
+    Accelerator("v5p", TPU, 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
+    Accelerator("v6e", TPU, 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
+    Accelerator("A100-40", AMPERE, 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("A100-80", AMPERE, 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
+    Accelerator("H100", HOPPER, 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("H200", HOPPER, 141 * GB, 989 * TERA, 4800 * GB, 450 * GB, 8, 50 * GB),
+    Accelerator("B200", BLACKWELL, 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
 )
 ACCELERATORS = {kind.name: kind for kind in _KINDS}
 

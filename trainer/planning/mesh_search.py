@@ -54,7 +54,7 @@ def search_meshes(
     num_too_large = 0
     for mesh in meshes_of(num_devices, rules):
         try:
-            plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules)
+            plan = plan_training(with_values(recipe, {"mesh": mesh}), model, rules, device=kind.device)
         except PrepError as error:
             refusals[error.what] += 1
             continue

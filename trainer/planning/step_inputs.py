@@ -18,12 +18,14 @@ from trainer.models.attention_kernels import (
 from trainer.models.attention_needs import AttentionNeeds, model_features, run_features
 from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from trainer.models.errors import UsageError, usage_error
 from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
+from trainer.models.parameters import HFConfig
 from trainer.models.partition import num_batch_shards, num_sequence_shards
+from trainer.models.registry import family_of
 from trainer.models.rules import Rules
 from trainer.recipe import Recipe, batch_shape
 
@@ -60,6 +62,7 @@ def step_inputs(
     rules: Rules,
     device: DeviceKind = ANY_ACCELERATOR,
     widens_bfloat16: bool = False,
+    dropout: DropoutConfig = NO_DROPOUT,
 ) -> MemoryInputs:
     """Return the inputs of the memory estimate of a training step.
 
@@ -70,19 +73,21 @@ def step_inputs(
         rules: Partition rules.
         device: Kind of the devices, for the choice of `auto` and for sizes that the recipe does not set.
         widens_bfloat16: Whether the devices compute bfloat16 in float32, as CPUs do.
+        dropout: Rates of dropout and forgetful causal masking.
 
     Raises:
         UsageError: The batch, or the tokens of a sequence, do not divide among the devices, or the attention kernel of
-            the recipe lacks a feature of the run.
+            the recipe lacks a feature of the run or does not run on the devices.
     """
     check_token_split(recipe, num_sequence_shards(mesh, rules))
     n_replicas = num_batch_shards(mesh, rules)
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
     sizes = chunk_sizes(recipe, device, num_rows=shape.micro_batch_size // n_replicas)
-    kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules)
-    if kernel == AUTO:
-        kernel = rank_kernels(AUTO, needs, device=device, length=longest_sequence(recipe))[0].name
-    check_features(find_kernel(kernel), needs.features)
+    kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules, dropout)
+    if kernel != AUTO and device == ANY_ACCELERATOR:
+        check_features(find_kernel(kernel), needs.features)
+    else:
+        kernel = rank_kernels(kernel, needs, device=device, length=longest_sequence(recipe))[0].name
     return MemoryInputs(
         arch_config=model.arch_config,
         leaves=model.leaves,
@@ -133,6 +138,17 @@ def attention_needs(
         dtype=recipe.model.dtype,
         head_dim=dim_extent(model.leaves, "head_dim"),
     )
+
+
+def run_dropout(recipe: Recipe, config: HFConfig) -> DropoutConfig:
+    """Return the rates of dropout and forgetful causal masking of a run, given the model's config.json.
+
+    Raises:
+        PrepError: The recipe takes the rates of the config, and one is invalid.
+    """
+    fields = family_of(config).dropout_fields
+    model = recipe.model
+    return resolve_dropout(model.dropout, fcm_ratio=model.fcm_ratio, config=config, dropout_fields=fields)
 
 
 def longest_sequence(recipe: Recipe) -> int:

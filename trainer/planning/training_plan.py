@@ -16,7 +16,7 @@ from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.step_flops import StepFlops, count_step_flops
-from trainer.planning.step_inputs import step_inputs
+from trainer.planning.step_inputs import run_dropout, step_inputs
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
 from trainer.recipe import Recipe
 
@@ -104,7 +104,15 @@ def plan_training(
     for leaf in shapes.leaves.values():
         leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
     widens_bfloat16 = device.platform == CPU.platform
-    inputs = step_inputs(recipe, shapes, mesh=mesh, rules=rules, device=device, widens_bfloat16=widens_bfloat16)
+    inputs = step_inputs(
+        recipe,
+        shapes,
+        mesh=mesh,
+        rules=rules,
+        device=device,
+        widens_bfloat16=widens_bfloat16,
+        dropout=run_dropout(recipe, model.config),
+    )
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,

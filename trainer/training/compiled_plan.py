@@ -21,6 +21,7 @@ from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.errors import USAGE, PrepError, UsageError
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.planning.step_inputs import run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
@@ -29,7 +30,6 @@ from trainer.training.feed import column_shapes
 from trainer.training.setup import (
     build_step_setup,
     check_model_layout,
-    dropout_config,
     model_from_manifest,
     partition_rules,
 )
@@ -73,7 +73,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
     model = model_from_manifest(manifest)
     check_model_layout(recipe, model, sharding)
-    dropout = dropout_config(recipe, model, manifest["config"])
+    dropout = run_dropout(recipe, manifest["config"])
     setup = build_step_setup(
         recipe,
         model,

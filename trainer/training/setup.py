@@ -16,7 +16,7 @@ from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
-from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
+from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
@@ -230,20 +230,6 @@ def _eos_token_id(config: Mapping[str, Any]) -> int | None:
     value = config.get("eos_token_id")
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, int) else None
-
-
-def dropout_config(recipe: Recipe, model: ModelSpec, config: Mapping[str, Any]) -> DropoutConfig:
-    """Return the rates of dropout and forgetful causal masking, given the model's config.json.
-
-    Raises:
-        PrepError: The recipe takes the rates of the config, and one is invalid.
-    """
-    return resolve_dropout(
-        recipe.model.dropout,
-        fcm_ratio=recipe.model.fcm_ratio,
-        config=config,
-        dropout_fields=model.family.dropout_fields,
-    )
 
 
 def build_job(

@@ -155,3 +155,16 @@ def test_how_to_page_shows_the_output(capsys: pytest.CaptureFixture[str]):
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
     assert main(["plan", "llama-7b-32k.toml", "--devices", "v5p"]) == OK
     assert capsys.readouterr().out in page, "copy the output of the page's first command into it"
+
+
+def test_kernel_of_another_platform_is_refused(capsys: pytest.CaptureFixture[str]):
+    words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=pallas-splash", "--devices")
+    assert plan_json(capsys, *words, "v5p")["memory"]["scores"] == 0
+    assert main(["plan", *words, "H100"]) == USAGE
+    assert "it runs on tpu, not on cuda" in capsys.readouterr().err
+
+
+def test_auto_is_the_kernel_of_the_devices(capsys: pytest.CaptureFixture[str]):
+    words = ("llama-7b-32k.toml", "--set", "model.attention_kernel=auto", "--devices", "v5p")
+    assert plan_json(capsys, *words)["memory"]["scores"] == 0
+    assert plan_json(capsys, *words, "--set", "model.dropout=0.1")["memory"]["scores"] > 0, "splash attention has none"

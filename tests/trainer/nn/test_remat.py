@@ -13,6 +13,8 @@ from jax.ad_checkpoint import print_saved_residuals
 from prepcli.testing.tiny_transformers import TinyTransformer, tiny_transformer
 from tests.helpers.jaxprs import walk_equations
 from tests.helpers.tiny_configs import LLAMA
+from trainer.distributed.sharding import make_sharding_context
+from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, unflatten_tree
 from trainer.models.remat import ACTIVATION_NAMES, RematPolicy
 from trainer.nn import transformer
@@ -74,6 +76,16 @@ def test_saved_attention_is_not_computed_again():
     )
     assert attention == none
     assert nothing == none + LLAMA["num_hidden_layers"]
+
+
+def test_saved_ring_attention_does_not_travel_again():
+    sharding = make_sharding_context(parse_mesh("dp:2,sp:4"))
+    options: dict[str, Any] = {"scan_layers": False, "attention_options": TILES, "sharding": sharding}
+    none, nothing, attention = (
+        sum(equation.primitive.name == "ppermute" for equation in gradient_equations(remat_policy=policy, **options))
+        for policy in ("none", "nothing_saveable", ATTENTION)
+    )
+    assert attention == none < nothing
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
