@@ -25,15 +25,15 @@ from prepcli.commands.train_start import (
 )
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError, usage_error
+from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
 from prepcli.execution.run_folder import LOCK, RunFolder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.planning.shares import launcher_share
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
+from trainer.models.process_address import process_address
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
@@ -41,6 +41,7 @@ from trainer.recipe import LoadedRecipe, Recipe, load_recipe, recipe_to_toml, sc
 from trainer.recipe.tables import keys_of, value_of
 
 if TYPE_CHECKING:
+    from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
     from trainer.models.attention_kernels import KernelChoice
     from trainer.training.loop import Job
@@ -78,6 +79,7 @@ class _Run:
     job: Job
     kernel: KernelChoice
     memory: dict[str, Any]  # estimate in bytes
+    group: ProcessGroup
 
     @property
     def recipe(self) -> Recipe:
@@ -98,13 +100,19 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     Raises:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
-    _check_one_process(os.environ)
     loaded = load_recipe(request.recipe, request.overrides)
     folder = request.out or RUNS_FOLDER / loaded.recipe.name
     _check_run_folder(folder)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
+    from trainer.distributed.start import start_processes
 
+    cluster = loaded.recipe.cluster
+    group = start_processes(
+        process_address(cluster.process_settings, os.environ),
+        start_timeout_s=cluster.start_timeout,
+        heartbeat_timeout_s=cluster.heartbeat_timeout,
+    )
     with catch_out_of_memory():
         with (
             raise_on_signal(),
@@ -115,7 +123,14 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             stack.enter_context(reader)
             scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
             run = _prepare_run(
-                loaded, folder, reader=reader, sharding=sharding, scratch_dir=scratch_dir, request=request, ui=ui
+                loaded,
+                folder,
+                reader=reader,
+                sharding=sharding,
+                scratch_dir=scratch_dir,
+                request=request,
+                ui=ui,
+                group=group,
             )
             for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
                 ui.note(line)
@@ -131,15 +146,6 @@ def train(request: TrainRequest, ui: Ui) -> Report:
                 check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
             state = _load_train_state(run, reader)
         return _run_training(run, state, restart=request.restart, ui=ui)
-
-
-def _check_one_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a launcher runs several processes: each of them would write the same run."""
-    share, launcher = launcher_share(environ)
-    if share.count > 1:
-        why = f"{launcher} says that this is process {share.index} of {share.count}"
-        hint = "`srun --ntasks 1 prep train RECIPE`" if launcher == "SLURM" else f"unset {launcher}"
-        raise usage_error("`prep train` runs in one process", why, f"{hint}; it uses all devices of its host")
 
 
 def recipe_schema() -> Report:
@@ -225,6 +231,7 @@ def _prepare_run(
     scratch_dir: Path | None,
     request: TrainRequest,
     ui: Ui,
+    group: ProcessGroup,
 ) -> _Run:
     """Check the recipe against the model and the machine, tokenize the data, and build the job.
 
@@ -236,6 +243,7 @@ def _prepare_run(
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder; else None.
         request: Request of the command.
         ui: Receives notes, warnings and progress.
+        group: Processes of the run.
 
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
@@ -291,6 +299,7 @@ def _prepare_run(
         job=job,
         kernel=kernel,
         memory=memory,
+        group=group,
     )
 
 
@@ -329,19 +338,13 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
     keep = recipe.checkpoint.keep
-    with RunFolder(
-        run.folder,
-        run.start_checkpoint,
-        name=recipe.name,
-        keep=keep,
-        config=run.config,
-        mesh=str(sharding.mesh),
-        rules=recipe.rules,
-    ) as store:
+    with _open_store(run, keep, str(sharding.mesh)) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
-        _write_recipe(run)
-        metrics = MetricsWriter(run.folder / METRICS_FILE, run.step)
+        if run.group.index == 0:
+            _write_recipe(run)
+        metrics_file = METRICS_FILE if run.group.index == 0 else f"{run.group.index}-{METRICS_FILE}"
+        metrics = MetricsWriter(run.folder / metrics_file, run.step)
         with remember_signal() as stop_signal:
             result = Loop(
                 run.job, state, store=store, metrics=metrics, callbacks=reporter, poll_stop_reason=stop_signal
@@ -351,6 +354,47 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
         has_saved_step = bool(saved_steps(run.folder))
         return Report(fields=fields, error=_stopped_error(result.stop_reason, result.step, has_saved_step))
     return _finished_report(run, fields)
+
+
+def _open_store(run: _Run, keep: Any, mesh: str) -> Any:
+    if run.group.index:
+        return FollowerStore(run.folder)
+    return RunFolder(
+        run.folder,
+        run.start_checkpoint,
+        name=run.recipe.name,
+        keep=keep,
+        config=run.config,
+        mesh=mesh,
+        rules=run.recipe.rules,
+    )
+
+
+class FollowerStore:
+    """Placeholder of the store of a process that does not write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> FollowerStore:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+    def steps(self) -> list[int]:
+        """Return the saved steps."""
+        return saved_steps(self.folder)
+
+    def open(self, step: int) -> ItemReader:
+        """Open a step."""
+        return open_reader(step_folder(self.folder, step))
+
+    def save(self, step: int, leaves: Mapping[str, Any], manifest_fields: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
 
 def _finished_report(run: _Run, fields: dict[str, Any]) -> Report:

@@ -10,10 +10,11 @@ from trainer.recipe.formatting import to_toml
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 COMMENT_COLUMN = 48  # column of the comments, unless a value is longer
+PROCESS_TABLE = "cluster"  # differs between the processes of a run
 
 
 def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
-    """Return TOML text with every key of a recipe; `load_recipe` reads it back to an equal recipe.
+    """Return TOML text with every key of a recipe except those of `cluster`, which `load_recipe` can read.
 
     Args:
         recipe: The recipe.
@@ -26,6 +27,8 @@ def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
     current_table = ""
     for key in keys_of(recipe):
         table, _, name = key.rpartition(".")
+        if table == PROCESS_TABLE:
+            continue
         if table != current_table:
             yield from ("", f"[{table}]")
             current_table = table

@@ -29,6 +29,7 @@ from trainer.recipe.key_types import (
     if_absent,
 )
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
 from trainer.recipe.text_fields import DataType
 
 
@@ -260,38 +261,16 @@ class Train(BaseModel):
         description="steps between two evaluations; 0: only at the end, if there is evaluation data",
         examples=[500],
     )
+    reduction: Literal["fast", "exact"] = Field(
+        default="fast",
+        description="fast: sum gradients in the order that is fastest on the mesh; exact: in a fixed order, so that "
+        "results do not depend on the number of devices that split the batch",
+        examples=["exact"],
+    )
     max_skipped: PositiveInt = Field(
         default=10,
         description="consecutive steps with a loss or gradients that are not finite, after which the run ends",
         examples=[10],
-    )
-
-
-class Eval(BaseModel):
-    """The amount of data that an evaluation uses."""
-
-    model_config = STRICT
-
-    limit: NonNegativeInt = Field(
-        default=0, description="sequences to evaluate on; 0: all evaluation data", examples=[256]
-    )
-
-
-class Checkpoint(BaseModel):
-    """When checkpoints are saved, how many are kept, and what they contain."""
-
-    model_config = STRICT
-
-    every: NonNegativeInt = Field(
-        default=0, description="steps between two checkpoints; 0: only after the last step", examples=[500]
-    )
-    keep: PositiveInt | Literal["all"] = Field(
-        default=2, description="checkpoints to keep, the newest ones", examples=[2]
-    )
-    optimizer_state: bool = Field(
-        default=True,
-        description="save the optimizer state, which resuming needs; false: only parameters",
-        examples=[True],
     )
 
 
@@ -330,6 +309,8 @@ class Recipe(BaseModel):
     train: Train
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    cluster: Cluster = Cluster()
 
 
 def schema() -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from trainer.distributed.sharding import ShardingContext
@@ -95,6 +97,12 @@ def host_leaves(state: TrainState, optimizer_state: bool = True) -> dict[str, Ho
     return {leaf_name(path): _host_leaf(leaf) for path, leaf in leaves}
 
 
+def gathered_leaves(leaves: Mapping[str, HostLeaf]) -> dict[str, HostLeaf]:
+    """Return leaves whose values are in the memory of this host; all processes call it together."""
+    values = {name: leaf.fetch() for name, leaf in leaves.items()}
+    return {name: HostLeaf(leaf.shape, leaf.dtype, partial(values.get, name)) for name, leaf in leaves.items()}
+
+
 def _host_leaf(leaf: jax.Array) -> HostLeaf:
     return HostLeaf(leaf.shape, leaf.dtype.name, lambda: _fetch(leaf))
 
@@ -105,6 +113,8 @@ def _fetch(leaf: jax.Array) -> np.ndarray:
     A JAX array caches its host copy for as long as it lives. Fetching each shard through a temporary array frees the
     copy early.
     """
+    if not leaf.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
     host = np.empty(leaf.shape, leaf.dtype)
     for shard in leaf.global_shards:
         if shard.replica_id == 0:

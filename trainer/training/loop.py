@@ -16,7 +16,7 @@ from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore
 from trainer.models.errors import PrepError
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import gathered_leaves, host_leaves
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsWriter, StepTimer
@@ -262,6 +262,8 @@ class Loop:
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
         leaves = host_leaves(self.state, self.job.optimizer_state)
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self.state)):
+            leaves = gathered_leaves(leaves)
         self.store.save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
         self.callbacks.on_save(self.step, self.timer.clock() - start_s)

@@ -43,6 +43,16 @@ CHANGEABLE_ON_RESUME = frozenset(
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.optimizer_state",
+        "log.all_workers",
+        "cluster.host0_address",
+        "cluster.host0_port",
+        "cluster.n_processes",
+        "cluster.process_id",
+        "cluster.n_local_devices",
+        "cluster.dcn_mesh",
+        "cluster.start_timeout",
+        "cluster.heartbeat_timeout",
+        "cluster.step_timeout",
     }
 )
 # Manifest keys that must be equal on resume, and their names in error messages.

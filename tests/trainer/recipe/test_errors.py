@@ -60,7 +60,7 @@ FILES = {
     "unknown table": (
         GOOD + "[lora]\nrank = 8\n",
         "x.toml:14: unknown key `lora` - "
-        "known: name, seed, mesh, rules, model, data, batch, optimizer, loss, train, eval, checkpoint",
+        "known: name, seed, mesh, rules, model, data, batch, optimizer, loss, train, eval, checkpoint, log, cluster",
     ),
     "key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),

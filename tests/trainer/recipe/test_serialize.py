@@ -18,8 +18,9 @@ DIGESTS = {  # SHA-256 of the complete recipes
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
+    "reduction",
 )
-ADDED_TABLES = ("loss",)
+ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": "head_chunk_size = 512"
 }  # text now, and in the digests
@@ -90,6 +91,7 @@ label_smoothing = 0.0                           # default
 epochs = 1.0
 log_every = 10                                  # default
 eval_every = 1000
+reduction = "fast"                              # default
 max_skipped = 10                                # default
 
 [eval]
@@ -99,6 +101,9 @@ limit = 1000
 every = 1000
 keep = 2                                        # default
 optimizer_state = true                          # default
+
+[log]
+all_workers = false                             # default
 """
 
 

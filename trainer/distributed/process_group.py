@@ -1,0 +1,52 @@
+"""The processes of a job: their number, and short texts that they exchange outside of the devices' network."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ProcessGroup(Protocol):
+    """The processes that run one command together.
+
+    Every process must make the same calls in the same order for each name. Names of different threads must differ.
+    """
+
+    @property
+    def index(self) -> int:
+        """Index of this process, from 0."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        ...
+
+    def barrier(self, name: str) -> None:
+        """Wait until all processes have called it; raise PrepError if one of them is lost."""
+        ...
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Return the texts of all processes, by index, on process 0; an empty list on all others."""
+        ...
+
+    def broadcast(self, name: str, text: str) -> str:
+        """Return the text of process 0 on all processes."""
+        ...
+
+
+class SingleProcess:
+    """A group of one process."""
+
+    index = 0
+    count = 1
+
+    def barrier(self, name: str) -> None:
+        """Return at once."""
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Return the text."""
+        return [text]
+
+    def broadcast(self, name: str, text: str) -> str:
+        """Return the text."""
+        return text

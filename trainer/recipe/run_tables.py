@@ -1,0 +1,117 @@
+"""Tables of a recipe for evaluation, checkpoints, logs and processes: they change no step of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from trainer.models.process_address import ProcessSettings
+from trainer.recipe.key_types import STRICT, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, if_absent
+
+DEFAULT_PORT = 11111
+
+
+class Eval(BaseModel):
+    """The amount of data that an evaluation uses."""
+
+    model_config = STRICT
+
+    limit: NonNegativeInt = Field(
+        default=0, description="sequences to evaluate on; 0: all evaluation data", examples=[256]
+    )
+
+
+class Checkpoint(BaseModel):
+    """When checkpoints are saved, how many are kept, and what they contain."""
+
+    model_config = STRICT
+
+    every: NonNegativeInt = Field(
+        default=0, description="steps between two checkpoints; 0: only after the last step", examples=[500]
+    )
+    keep: PositiveInt | Literal["all"] = Field(
+        default=2, description="checkpoints to keep, the newest ones", examples=[2]
+    )
+    optimizer_state: bool = Field(
+        default=True,
+        description="save the optimizer state, which resuming needs; false: only parameters",
+        examples=[True],
+    )
+
+
+class Log(BaseModel):
+    """The processes that log."""
+
+    model_config = STRICT
+
+    all_workers: bool = Field(
+        default=False,
+        description="write the log lines of every process, each to a file of its own; false: of process 0",
+        examples=[True],
+    )
+
+
+class Cluster(BaseModel):
+    """The processes of a run on several hosts. A launcher such as SLURM sets them without these keys."""
+
+    model_config = STRICT
+
+    host0_address: str | None = Field(
+        default=None,
+        min_length=1,
+        description="address of the host of process 0, which all other hosts can reach",
+        examples=["10.0.0.1"],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    host0_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        default=DEFAULT_PORT, description="port of process 0", examples=[11111]
+    )
+    n_processes: PositiveInt | None = Field(
+        default=None,
+        description="number of processes",
+        examples=[2],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    process_id: NonNegativeInt | None = Field(
+        default=None,
+        description="index of this process, from 0",
+        examples=[0],
+        json_schema_extra=if_absent("from the launcher"),
+    )
+    n_local_devices: PositiveInt | None = Field(
+        default=None,
+        description="devices of this process, the first ones of its host",
+        examples=[8],
+        json_schema_extra=if_absent("all devices of the host"),
+    )
+    dcn_mesh: str | None = Field(
+        default=None,
+        min_length=1,
+        description="number of slices per mesh axis, for slices that a slower network connects: `dp:2`; each divides "
+        "its axis of `mesh`",
+        examples=["dp:2"],
+        json_schema_extra=if_absent("one slice"),
+    )
+    start_timeout: PositiveFloat = Field(
+        default=300.0, description="seconds to wait for all processes to start", examples=[300]
+    )
+    heartbeat_timeout: PositiveFloat = Field(
+        default=60.0,
+        description="seconds without a heartbeat after which a process counts as lost and the others end",
+        examples=[60],
+    )
+    step_timeout: NonNegativeFloat = Field(
+        default=0.0, description="seconds after which an unfinished step ends the run; 0: no limit", examples=[1800]
+    )
+
+    @property
+    def process_settings(self) -> ProcessSettings:
+        """The keys that say which process this is."""
+        return ProcessSettings(
+            self.host0_address,
+            host0_port=self.host0_port,
+            num_processes=self.n_processes,
+            process_id=self.process_id,
+            num_local_devices=self.n_local_devices,
+        )
