@@ -9,6 +9,7 @@ from prepcli.commands.plan_target import PlanTarget
 from prepcli.console.ui import Ui
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.memory_inputs import FLOAT32
+from trainer.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.tpu_topologies import SLICES, find_topology
 from trainer.planning.training_plan import TrainingPlan
@@ -29,8 +30,10 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
         PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile.
     """
     mesh, recipe = training_plan.mesh, training_plan.recipe
-    topology = find_topology(kind.name, mesh.n_devices) if kind is not None and kind.name in SLICES else None
-    ui.note(f"compiling for {topology or f'{mesh.n_devices:,} simulated CPU devices'}")
+    count = num_slices(training_plan.slices)
+    topology = find_topology(kind.name, mesh.n_devices // count) if kind is not None and kind.name in SLICES else None
+    hardware = topology if count == 1 else f"{count} x {topology}"
+    ui.note(f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
     plan = compiled_plan(recipe, manifest, mesh, topology)
     inputs = training_plan.inputs

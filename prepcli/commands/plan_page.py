@@ -18,10 +18,10 @@ from prepcli.commands.compiled_report import (
 from prepcli.commands.plan_report import (
     CAVEAT,
     KIND_HEADER,
-    TRAFFIC_HEADER,
     flops_rows,
     kind_rows,
     title_lines,
+    traffic_header,
     traffic_rows,
 )
 from prepcli.console.formatting import format_bytes
@@ -82,7 +82,7 @@ def _body(
     yield from html_table(["part", "PFLOP"], flops_rows(plan.flops))
     if plan.traffic:
         yield "<h2>Communication</h2>"
-        yield from html_table(TRAFFIC_HEADER, traffic_rows(plan))
+        yield from html_table(traffic_header(plan), traffic_rows(plan))
     yield f"<p>{escape(CAVEAT)}</p>"
 
 

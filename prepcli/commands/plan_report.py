@@ -10,6 +10,7 @@ from prepcli.commands.compiled_report import CompiledStep, compiled_lines
 from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import format_table
+from trainer.models.slices import num_slices
 from trainer.planning.memory_changes import MemoryChange
 from trainer.planning.mesh_search import MeshSearch
 from trainer.planning.step_flops import StepFlops
@@ -18,7 +19,6 @@ from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 PETA = 1e15
 KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
-TRAFFIC_HEADER = ("one device sends in a step", "bytes", "other work")
 CAVEAT = (
     "All figures above are estimates from shapes."
     f" Matrix products run at {COMPUTE_EFFICIENCY:.0%} of the bfloat16 peak; communication over mp waits,"
@@ -44,7 +44,8 @@ def plan_lines(
     yield format_table(flops_rows(plan.flops), ("operations of a step", "PFLOP"), right_aligned=["PFLOP"])
     yield ""
     if plan.traffic:
-        yield format_table(traffic_rows(plan), TRAFFIC_HEADER, right_aligned=TRAFFIC_HEADER[1:2])
+        header = traffic_header(plan)
+        yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1])
         yield ""
     yield format_table(kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1])
     yield from filter(None, [advice])
@@ -58,7 +59,10 @@ def title_lines(plan: TrainingPlan) -> Iterator[str]:
     """Yield the lines about the model, the mesh and the batch."""
     num_parameters = sum(math.prod(leaf.shape) for leaf in plan.inputs.leaves.values())
     axes = " x ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.sizes))
-    yield f"{num_parameters:,} parameters; mesh {axes} = {plan.mesh.n_devices:,} devices"
+    count = num_slices(plan.slices)
+    split = ", ".join(f"{axis} over {number}" for axis, number in plan.slices.items())
+    in_slices = f" in {count} slices ({split})" if count > 1 else ""
+    yield f"{num_parameters:,} parameters; mesh {axes} = {plan.mesh.n_devices:,} devices{in_slices}"
     num_sequences, parts = plan.tokens // plan.inputs.seq_length, plan.inputs.accumulate
     in_parts = f" in {parts} parts" if parts > 1 else ""
     yield f"batch {num_sequences:,} x {plan.inputs.seq_length:,} = {plan.tokens:,} tokens per step{in_parts}"
@@ -79,12 +83,18 @@ def flops_rows(flops: StepFlops) -> list[tuple[str, str]]:
     ]
 
 
-def traffic_rows(plan: TrainingPlan) -> list[tuple[str, str, str]]:
-    """Return the communication of a device as rows of axis, bytes and kind."""
+def traffic_header(plan: TrainingPlan) -> tuple[str, ...]:
+    """Return the names of the columns of `traffic_rows`."""
+    return ("one device sends in a step", "bytes", *(["between slices"] if plan.slices else []), "other work")
+
+
+def traffic_rows(plan: TrainingPlan) -> list[tuple[str, ...]]:
+    """Return the communication of a device as rows of axis, bytes within and, of several, between slices, and kind."""
     return [
         (
             f"{axis.axis} {axis.size}",
             format_bytes(axis.nbytes),
+            *([format_bytes(axis.slow_nbytes)] if plan.slices else []),
             "overlaps" if axis.overlaps else "waits",
         )
         for axis in plan.traffic
@@ -147,7 +157,14 @@ def plan_fields(plan: TrainingPlan) -> dict[str, Any]:
             "executed": plan.flops.executed,
         },
         "traffic": [
-            {"axis": axis.axis, "size": axis.size, "bytes": axis.nbytes, "overlaps": axis.overlaps}
+            {
+                "axis": axis.axis,
+                "size": axis.size,
+                "bytes": axis.nbytes,
+                "slices": axis.num_slices,
+                "bytes_between_slices": axis.slow_nbytes,
+                "overlaps": axis.overlaps,
+            }
             for axis in plan.traffic
         ],
     }

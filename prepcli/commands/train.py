@@ -192,11 +192,14 @@ def _open_start_checkpoint(
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.rule_text import merge_rules
+    from trainer.models.slices import parse_slice_counts
     from trainer.training.preflight import check_batch, check_devices, check_inputs
     from trainer.training.setup import partition_rules
 
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
-    recipe_sharding = make_sharding_context(mesh, merge_rules(loaded.recipe.rules or (), origin="rules"))
+    slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
+    recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
+    recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
     check_inputs(loaded.recipe)
     check_devices(loaded.recipe, recipe_sharding)
     steps = [] if request.restart else saved_steps(folder)
@@ -217,7 +220,7 @@ def _open_start_checkpoint(
     reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
         check_restart_source(reader, folder)
-    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
+    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest), slices=slices)
     check_batch(loaded.recipe, sharding)
     return reader, sharding
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from trainer.distributed.slice_grid import slice_grid
 from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
@@ -26,6 +27,7 @@ from trainer.models.partition import (
     partition_spec,
 )
 from trainer.models.rules import DEFAULT_RULES, Rules, whole_if_indivisible
+from trainer.models.slices import ONE_SLICE, SliceCounts, check_slices
 
 UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
 TRAINING_MEMORY_HINT = (
@@ -175,7 +177,11 @@ def jax_partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def make_sharding_context(
-    mesh: Mesh, rules: Rules = DEFAULT_RULES, *, devices: Sequence[Any] | None = None
+    mesh: Mesh,
+    rules: Rules = DEFAULT_RULES,
+    *,
+    devices: Sequence[Any] | None = None,
+    slices: SliceCounts = ONE_SLICE,
 ) -> ShardingContext:
     """Create the mesh on the devices of all processes, or on devices to compile for.
 
@@ -183,12 +189,13 @@ def make_sharding_context(
         mesh: The mesh; one axis of size -1 takes the remaining devices.
         rules: Partition rules.
         devices: Devices of the mesh; None for all devices of JAX.
+        slices: Number of slices along each axis of the mesh.
 
     Returns:
         The context with its device mesh.
 
     Raises:
-        UsageError: The number of devices does not fit the mesh.
+        UsageError: The number of devices or of their slices does not fit the mesh.
         PrepError: JAX finds no devices.
     """
     devices = _jax_devices() if devices is None else devices
@@ -197,7 +204,9 @@ def make_sharding_context(
     if devices[0].platform == "cpu":
         hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
     resolved = meshes.resolve_mesh(mesh, len(devices), hardware)
-    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved, devices))
+    check_slices(resolved, slices)
+    grid = slice_grid(resolved, devices, slices) if slices else None
+    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved, devices, grid))
 
 
 def _jax_devices() -> list[Any]:
@@ -234,9 +243,11 @@ def sharding_without_devices(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Shardi
     return ShardingContext(mesh=mesh, rules=rules, device_mesh=None)
 
 
-def _make_device_mesh(mesh: Mesh, devices: Sequence[Any]) -> jax.sharding.Mesh:
-    """Create the mesh, with devices in plain order or placed by topology."""
+def _make_device_mesh(mesh: Mesh, devices: Sequence[Any], grid: np.ndarray | None) -> jax.sharding.Mesh:
+    """Create the mesh: of a grid of devices in slices, or with devices in plain order or placed by topology."""
     axis_types = (AxisType.Auto,) * len(mesh.names)
+    if grid is not None:
+        return jax.sharding.Mesh(grid, mesh.names, axis_types=axis_types)
     if mesh.plain_order:
         return jax.sharding.Mesh(np.array(devices).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
     return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types, devices=devices)

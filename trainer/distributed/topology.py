@@ -19,11 +19,12 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIP
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 
 
-def tpu_devices(topology: str) -> list[Any]:
+def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
     """Return the devices of a TPU topology; libtpu describes them and compiles for them without a TPU.
 
     Args:
         topology: A TPU generation and its chips per dimension, such as `v5p:8x8x4`.
+        num_slices: Number of slices of that topology.
 
     Raises:
         PrepError: libtpu is not installed.
@@ -33,7 +34,7 @@ def tpu_devices(topology: str) -> list[Any]:
         what = f"no compiler for the TPU topology {topology!r:.60}"
         raise PrepError(what, "libtpu is not installed", "`pip install 'prepcli[tpu]'`; it needs no TPU")
     try:
-        options = _CHIP_CONFIGS.get(topology.partition(":")[0], {})
+        options = {"num_slices": num_slices, **_CHIP_CONFIGS.get(topology.partition(":")[0], {})}
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]

@@ -12,6 +12,9 @@ all-reduce. Per micro-batch, in the dtype of the computation unless stated other
     sp     keys and values travel around the ring in the forward pass; in the backward pass with their gradients in
            float32; and an all-reduce of the gradients of parameters in float32
 
+An axis over s slices of m devices each is reduced within the slices first. A device then sends (s - 1) / s of its part,
+1 / m of the array, over the slow network, and (m - 1) / m of the array within its slice.
+
 XLA may merge or move collectives, and sends less where it reduces in a smaller dtype.
 """
 
@@ -24,6 +27,7 @@ from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_estimate import layer_stacks
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.remat import SAVES_ALL
+from trainer.models.slices import ONE_SLICE, SliceCounts
 from trainer.planning.step_flops import row_length
 
 WEIGHT_GATHERS = 2  # forward and backward pass
@@ -37,25 +41,47 @@ class AxisTraffic:
     Attributes:
         axis: Name of the axis.
         size: Devices along the axis.
-        nbytes: Bytes sent.
+        nbytes: Bytes sent within a slice.
         overlaps: Whether other work can hide the communication: the result is not needed at once.
+        num_slices: Slices along the axis.
+        slow_nbytes: Bytes sent between slices.
     """
 
     axis: str
     size: int
     nbytes: int
     overlaps: bool
+    num_slices: int = 1
+    slow_nbytes: int = 0
 
 
-def axis_traffic(inputs: MemoryInputs) -> list[AxisTraffic]:
-    """Return the traffic of each mesh axis of more than one device, by the rules in this module's docstring."""
+def axis_traffic(inputs: MemoryInputs, slices: SliceCounts = ONE_SLICE) -> list[AxisTraffic]:
+    """Return the traffic of each mesh axis of more than one device, by the rules in this module's docstring.
+
+    Args:
+        inputs: Inputs of the estimates.
+        slices: Number of slices along each axis.
+    """
     counts = {"dp": _gradient_nbytes, "fsdp": _fsdp_nbytes, "mp": _mp_nbytes, "sp": _sp_nbytes}
-    traffic = ((axis, inputs.axis_size(axis), count) for axis, count in counts.items())
     return [
-        AxisTraffic(axis, size, inputs.accumulate * count(inputs) * (size - 1) // size, axis != "mp")
-        for axis, size, count in traffic
-        if size > 1
+        _divide_traffic(axis, inputs, inputs.accumulate * count(inputs), slices.get(axis, 1))
+        for axis, count in counts.items()
+        if inputs.axis_size(axis) > 1
     ]
+
+
+def _divide_traffic(axis: str, inputs: MemoryInputs, nbytes: int, num_slices: int) -> AxisTraffic:
+    """Return the traffic of an axis whose collectives are of `nbytes` in all, within and between slices."""
+    size = inputs.axis_size(axis)
+    per_slice = size // num_slices
+    return AxisTraffic(
+        axis,
+        size,
+        nbytes * (per_slice - 1) // per_slice,
+        axis != "mp",
+        num_slices=num_slices,
+        slow_nbytes=nbytes * (num_slices - 1) // (num_slices * per_slice),
+    )
 
 
 def _gradient_nbytes(inputs: MemoryInputs) -> int:

@@ -80,13 +80,19 @@ def estimate_step_time(
         traffic: Communication of the step.
     """
     strides = dict(axis_strides(inputs))
-    seconds = [(axis.nbytes / kind.axis_bandwidth(axis.size, strides[axis.axis]), axis.overlaps) for axis in traffic]
+    seconds = [(_axis_seconds(axis, kind, strides[axis.axis]), axis.overlaps) for axis in traffic]
     return StepTime(
         compute_s=flops.executed / compute_shards(inputs) / (kind.peak_flops * COMPUTE_EFFICIENCY),
         memory_s=_memory_traffic(inputs, memory) / kind.memory_bandwidth,
         overlapped_s=max((axis_s for axis_s, overlaps in seconds if overlaps), default=0.0),
         exposed_s=sum(axis_s for axis_s, overlaps in seconds if not overlaps),
     )
+
+
+def _axis_seconds(axis: AxisTraffic, kind: Accelerator, stride: int) -> float:
+    """Return the seconds of an axis's communication: within slices, then between them over the network."""
+    within_s = axis.nbytes / kind.axis_bandwidth(axis.size // axis.num_slices, stride)
+    return within_s + axis.slow_nbytes / kind.network_bandwidth
 
 
 def step_tokens(inputs: MemoryInputs) -> int:

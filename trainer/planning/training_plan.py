@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
@@ -12,6 +12,7 @@ from trainer.models.memory_inputs import MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.partition import leaf_spec
 from trainer.models.rules import Rules, check_leaf_rules
+from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
@@ -54,6 +55,7 @@ class TrainingPlan:
         flops: Operations of all devices.
         traffic: Communication of one device, by mesh axis.
         device: Kind of the devices.
+        slices: Number of slices along each axis of the mesh.
     """
 
     recipe: Recipe
@@ -63,6 +65,7 @@ class TrainingPlan:
     flops: StepFlops
     traffic: tuple[AxisTraffic, ...]
     device: DeviceKind = ANY_ACCELERATOR
+    slices: SliceCounts = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -95,10 +98,11 @@ def plan_training(
         device: Kind of the devices; CPUs compute bfloat16 in float32.
 
     Raises:
-        UsageError: The mesh has an open axis or does not divide a parameter, or the batch does not divide among the
-            devices.
+        UsageError: The mesh has an open axis, does not divide a parameter or is not divided by the slices, or the
+            batch does not divide among the devices.
     """
-    mesh = parse_mesh(recipe.mesh, "mesh")
+    mesh, slices = parse_mesh(recipe.mesh, "mesh"), parse_slice_counts(recipe.cluster.dcn_mesh)
+    check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
     for leaf in shapes.leaves.values():
@@ -119,8 +123,9 @@ def plan_training(
         inputs=inputs,
         memory=estimate_memory(inputs),
         flops=count_step_flops(inputs),
-        traffic=tuple(axis_traffic(inputs)),
+        traffic=tuple(axis_traffic(inputs, slices)),
         device=device,
+        slices=slices,
     )
 
 

@@ -13,6 +13,7 @@ from trainer.models.errors import PrepError
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
+from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
@@ -47,6 +48,7 @@ class Problem:
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from _problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
     yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
     yield from _overflow_problems(recipe)
     yield from _model_problems(recipe)
@@ -58,6 +60,12 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _schedule_problems(recipe)
+
+
+def _check_dcn_mesh(recipe: Recipe) -> None:
+    """Raise UsageError if the slices are invalid, or do not divide the mesh of the recipe."""
+    if slices := parse_slice_counts(recipe.cluster.dcn_mesh):
+        check_slices(mesh.parse_mesh(recipe.mesh, origin="mesh"), slices)
 
 
 def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:

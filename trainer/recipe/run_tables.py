@@ -88,9 +88,9 @@ class Cluster(BaseModel):
     dcn_mesh: str | None = Field(
         default=None,
         min_length=1,
-        description="number of slices per mesh axis, for slices that a slower network connects: `dp:2`; each divides "
+        description="number of slices per mesh axis, for slices that a slower network connects: `fsdp:2`; each divides "
         "its axis of `mesh`",
-        examples=["dp:2"],
+        examples=["fsdp:2"],
         json_schema_extra=if_absent("one slice"),
     )
     start_timeout: PositiveFloat = Field(

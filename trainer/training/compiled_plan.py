@@ -21,6 +21,7 @@ from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.errors import USAGE, PrepError, UsageError
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
@@ -46,8 +47,8 @@ def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topol
         manifest: Of a checkpoint's manifest `config` with the recipe's rotary embedding, `tied`, `scan`, `scan_axis`
             and `rules`.
         mesh: The mesh without open axes.
-        topology: TPU topology to compile for, such as `v5p:8x8x4`; None to compile for simulated CPU devices, whose
-            plan is an upper bound.
+        topology: TPU topology of each slice to compile for, such as `v5p:8x8x4`; None to compile for simulated CPU
+            devices, whose plan is an upper bound.
 
     Raises:
         PrepError: libtpu is missing, the step does not fit the devices' memory, or the compiler failed.
@@ -68,8 +69,9 @@ def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topol
 
 def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None) -> CompiledPlan:
     """Compile the step in this process."""
-    devices = tpu_devices(topology) if topology else None
-    sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices)
+    slices = parse_slice_counts(recipe.cluster.dcn_mesh)
+    devices = tpu_devices(topology, num_slices(slices)) if topology else None
+    sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices, slices=slices)
     device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
     model = model_from_manifest(manifest)
     check_model_layout(recipe, model, sharding)

@@ -112,6 +112,22 @@ def test_context_beyond_the_model_is_a_warning(capsys: pytest.CaptureFixture[str
     assert report["warnings"] == ["`data.seq_length` is 4,096, and the model was made for 2,048 positions"]
 
 
+def test_slices_show_the_bytes_between_them(capsys: pytest.CaptureFixture[str]):
+    words = (
+        str(recipes_folder() / "llama-7b.toml"),
+        "--devices",
+        "v5p:256",
+        "--set",
+        "mesh=4,64,1",
+        "--set",
+        "batch.size=256",
+    )
+    one, two = (plan_json(capsys, *words, *more) for more in ((), ("--set", "cluster.dcn_mesh=dp:2")))
+    whole, axis = (next(axis for axis in plan["traffic"] if axis["axis"] == "dp") for plan in (one, two))
+    assert axis["bytes"] + axis["bytes_between_slices"] == whole["bytes"]
+    assert axis["slices"] == 2
+
+
 def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, "llama-7b-32k.toml", "--search", "--devices", "v5p")
     rates = [mesh["tokens_per_s"] for mesh in report["meshes"]]

@@ -37,6 +37,21 @@ def test_dp_all_reduces_gradients_in_float32():
     assert traffic_7b("8,1,1") == {"dp": AxisTraffic("dp", 8, 2 * 4 * PARAMETERS * 7 // 8, True)}
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_slices_divide_the_traffic_of_their_axis(count: int):
+    (whole,) = traffic_7b("8,1,1").values()
+    (axis,) = axis_traffic(inputs_7b("8,1,1"), {"dp": count})
+    assert axis.nbytes + axis.slow_nbytes == whole.nbytes
+    per_slice = 8 // count
+    assert axis.slow_nbytes == 2 * 4 * PARAMETERS * (count - 1) // (count * per_slice)
+    assert axis.num_slices == count
+
+
+def test_slices_of_an_axis_leave_other_axes_unchanged():
+    dp, fsdp = axis_traffic(inputs_7b("2,4,1"), {"dp": 2})
+    assert (fsdp.slow_nbytes, dp.nbytes) == (0, 0)
+
+
 def test_fsdp_gathers_weights_twice_and_scatters_gradients():
     (axis,) = traffic_7b("1,8,1").values()
     assert axis.nbytes == PARAMETERS * (2 * 2 + 4) * 7 // 8

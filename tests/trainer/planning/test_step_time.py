@@ -52,6 +52,15 @@ def test_slow_networks_bound_the_step(tmp_path: Path):
     assert plan.on(ACCELERATORS["H100"]).time.bound == "overlapped communication"
 
 
+def test_bytes_between_slices_use_the_network(tmp_path: Path):
+    words = ("mesh=8,1,1", "batch.size=8")
+    one, two = (plan_7b(tmp_path, *words, *more) for more in ((), ("cluster.dcn_mesh=dp:2",)))
+    (axis,) = two.traffic
+    expected_s = axis.nbytes / V5P.link_bandwidth + axis.slow_nbytes / V5P.network_bandwidth
+    assert two.on(V5P).time.overlapped_s == pytest.approx(expected_s)
+    assert expected_s > one.on(V5P).time.overlapped_s
+
+
 def test_sp_divides_computation_only_if_it_splits_queries(tmp_path: Path):
     plan = plan_7b(tmp_path, "mesh=dp:2,fsdp:2,mp:2,sp:2")
     assert compute_shards(plan.inputs) == 8 * plan.inputs.num_sequence_shards

@@ -163,6 +163,7 @@ VALUES_BY_KEY = {
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
     "rules": st.sampled_from(["embed=none", ["embed=fsdp+sp", "kv_heads=mp|none"]]),
+    "cluster.dcn_mesh": st.just("1,1,1"),
     "model.rope_scaling": st.fixed_dictionaries(
         {"rope_type": st.just("yarn"), "factor": st.floats(1, 64) | st.integers(1, 64)},
         optional={"truncate": st.booleans(), "original_max_position_embeddings": st.integers(1, 2**20)},
