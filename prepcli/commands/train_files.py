@@ -77,6 +77,12 @@ def open_metrics(run: Run) -> MetricsLog:
     from trainer.training.metrics import MetricsWriter, NoMetrics, metrics_file, remove_other_metrics
 
     index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
+    if index >= num_logging:
+        return NoMetrics()
     if index == 0 and not run.step:
         remove_other_metrics(run.folder, num_logging)
-    return MetricsWriter(run.folder / metrics_file(index), run.step) if index < num_logging else NoMetrics()
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)  # another host may have its own file system
+    except OSError as error:
+        raise io_error(run.folder, error) from error
+    return MetricsWriter(run.folder / metrics_file(index), run.step)

@@ -58,8 +58,9 @@ def test_folder_of_another_host_is_abandoned_after_a_day(
         folder = tmp_path / partial_name(IDENTITY)
     folder.mkdir()
     (folder / "tokens.bin").touch()
+    written_s = time.time() - age_s
     for path in (folder / "tokens.bin", folder):
-        os.utime(path, (time.time() - age_s,) * 2)
+        os.utime(path, (written_s, written_s))
     assert is_abandoned(folder) == expected
 
 
