@@ -33,8 +33,9 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_report", "train_start")
+        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_files", "train_prepare")
     ),
+    *(f"prepcli.commands.{name}" for name in ("train_report", "train_result", "train_run", "train_start")),
     "prepcli.api.compute",
     "prepcli.testing",
     *(

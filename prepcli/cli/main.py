@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from prepcli.cli.root import app
+from prepcli.console.job_errors import process_of
 from prepcli.console.stdio import (
     escape_unencodable,
     is_reader_gone,
@@ -16,7 +17,7 @@ from prepcli.console.stdio import (
     redirect_to_null,
     write_and_flush,
 )
-from prepcli.console.ui import Ui, open_ui, stdout_error
+from prepcli.console.ui import Report, Ui, open_ui, stdout_error
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
 from prepcli.execution.signals import Interrupted, Stopped, die_with_parent, notes_of
 from trainer.models.suggest import suggest
@@ -47,9 +48,11 @@ def _run(args: Sequence[str], ui: Ui) -> int:
         die_with_parent()
         code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
-        return ui.fail(_stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped)))
+        error = _stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped))
+        return ui.finish(Report(error=error, process=process_of(stopped)))
     except (KeyboardInterrupt, Interrupted) as error:
-        return ui.fail(_stopped_error("interrupted", args, INTERRUPTED, notes_of(error)))
+        stop_error = _stopped_error("interrupted", args, INTERRUPTED, notes_of(error))
+        return ui.finish(Report(error=stop_error, process=process_of(error)))
     except Exception as error:
         if _flush_stdout(ui) != OK:  # the help text was not delivered, and this error is reported already
             return FAILED

@@ -35,6 +35,7 @@ from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.strict import StrictCommand
 from prepcli.cli.train import generate, train
+from prepcli.console.job_errors import label_errors, process_of
 from prepcli.console.ui import version
 from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
@@ -57,7 +58,8 @@ class CommandGroup(TyperGroup):
             interrupted = Interrupted()
             for note in notes_of(error):
                 interrupted.add_note(note)
-            raise interrupted from None
+            with label_errors(process_of(error)):
+                raise interrupted from None
 
 
 app = typer.Typer(

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
+from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
+from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
-from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.source import Source, read_config
+from trainer.models.process_address import ProcessAddress, ProcessSettings, process_address
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
+    from trainer.distributed.process_group import ProcessGroup
     from trainer.generation.decode import GenerationConfig
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ModelSpec
 
 TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
 DEFAULT_NEW_TOKENS = 64
-STDIN = "-"
-MAX_ID_DIGITS = 9  # more than any token id has
-PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
 OUT_OF_MEMORY_HINT = (
     "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
 )
@@ -70,6 +70,8 @@ class _EncodedPrompts:
 def generate(request: GenerateRequest, ui: Ui) -> Report:
     """Generate a continuation of each prompt.
 
+    In a job of several processes, all of them call it, on a mesh of all their devices. Process 0 prints the result.
+
     Args:
         request: Checkpoint, prompts, sampling and devices.
         ui: Receives notes, warnings and progress.
@@ -80,8 +82,53 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
     """
-    texts = [*request.prompt_texts, *(_read_prompts(request.prompts_file) if request.prompts_file else ())]
-    ids = [_parse_token_ids(text) for text in request.prompt_ids]
+    address = process_address(ProcessSettings(), os.environ)
+    if address is None or address.count == 1:
+        return _generate(request, list(read_prompts(request.prompts_file)) if request.prompts_file else [], ui)
+    with label_errors(address.index):
+        group = _start_processes(request, address, ui)
+        report = _generate(request, _read_prompts_in_group(request, group), ui.for_process(address.index))
+    return replace(report, process=address.index)
+
+
+def _start_processes(request: GenerateRequest, address: ProcessAddress, ui: Ui) -> ProcessGroup:
+    """Connect the processes of a job; raise UsageError without a mesh."""
+    if request.mesh is None:
+        why = f"{address.count} processes share the work by a mesh of all their devices"
+        raise usage_error("`--mesh` is missing", why, "`--mesh fsdp:-1`")
+    silence_jax(ui)
+    from trainer.distributed.start import start_processes
+    from trainer.recipe.run_tables import Cluster
+
+    defaults = Cluster()
+    return start_processes(
+        address, start_timeout_s=defaults.start_timeout, heartbeat_timeout_s=defaults.heartbeat_timeout
+    )
+
+
+def _read_prompts_in_group(request: GenerateRequest, group: ProcessGroup) -> list[str]:
+    """Return the prompts of the request's file; process 0 alone reads stdin, as launchers pass it to one process."""
+    if request.prompts_file is None:
+        return []
+    if request.prompts_file != STDIN:
+        return list(read_prompts(request.prompts_file))
+    texts = list(read_prompts(STDIN)) if group.index == 0 else []
+    return json.loads(group.broadcast("prompts", json.dumps(texts)))
+
+
+def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> Report:
+    """Check the request, load the model and generate.
+
+    Args:
+        request: Checkpoint, prompts, sampling and devices.
+        file_prompts: Prompts of the request's file.
+        ui: Receives notes, warnings and progress.
+
+    Raises:
+        PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
+    """
+    texts = [*request.prompt_texts, *file_prompts]
+    ids = [parse_token_ids(text) for text in request.prompt_ids]
     if not texts and not ids:
         raise usage_error(
             "no prompt was given", "generation starts from a prompt", "`--prompt TEXT`, or `--tokens 1,2,3`"
@@ -129,40 +176,6 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
         check_needs("--top-k", top_k or None, "--temperature", why)
         check_needs("--top-p", top_p if top_p != 1 else None, "--temperature", why)
         check_needs("--seed", seed or None, "--temperature", why)
-
-
-def _read_prompts(file_name: str) -> Iterator[str]:
-    """Yield the prompts of a text or .jsonl file, one per line; raise PrepError for an invalid file or line."""
-    try:
-        text = sys.stdin.read() if file_name == STDIN else Path(file_name).read_text("utf-8-sig")
-    except OSError as error:
-        raise io_error(Path(file_name), error) from error
-    except UnicodeDecodeError as error:
-        raise PrepError(f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8") from error
-    for line_number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines: JSON strings may contain other line separators
-        if line.strip():
-            yield _prompt_from_json(file_name, line_number, line) if file_name.endswith(".jsonl") else line
-
-
-def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PrepError(f"line {line_number} of {file_name} is not valid JSON", str(error)) from error
-    texts = [value[key] for key in PROMPT_KEYS if isinstance(value, dict) and isinstance(value.get(key), str)]
-    if not texts:
-        why = f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`"
-        raise PrepError(f"line {line_number} of {file_name} has no prompt", why)
-    return texts[0]
-
-
-def _parse_token_ids(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
-        raise usage_error(f"invalid `--tokens {text:.60}`", "it takes comma-separated token ids", "`--tokens 1,2,3`")
-    return [int(word) for word in words]
 
 
 def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:

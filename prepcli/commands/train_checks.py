@@ -27,6 +27,7 @@ from trainer.planning.training_plan import TrainingPlan, plan_training, with_val
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
+    from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
 
 
@@ -36,6 +37,7 @@ def check_machine(
     sharding: ShardingContext,
     *,
     folder: Path,
+    group: ProcessGroup,
     ui: Ui,
     is_dry_run: bool,
     force: bool,
@@ -46,7 +48,8 @@ def check_machine(
         recipe: The recipe of the run.
         model: The model to train.
         sharding: Mesh and devices.
-        folder: Folder of the run.
+        folder: Folder of the run; process 0 checks its disk.
+        group: Processes of the run.
         ui: Prints notes and warnings.
         is_dry_run: Whether to print the estimate.
         force: Whether to warn, instead of to fail, if the estimate exceeds the memory.
@@ -57,13 +60,16 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    plan, available = plan_run(recipe, model, sharding)
+    from trainer.distributed.hosts import processes_of_this_host
+
+    plan, available = plan_run(recipe, model, sharding, num_processes=len(processes_of_this_host(group)))
     if is_dry_run:
         ui.note(memory_table(plan.inputs, plan.memory, format_bytes(available) if available else "unknown"))
-    for warning in context_warnings(recipe, plan.inputs):
-        ui.warn(warning)
+    if group.index == 0:
+        for warning in context_warnings(recipe, plan.inputs):
+            ui.warn(warning)
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
-    if not saved_steps(folder):
+    if group.index == 0 and not saved_steps(folder):
         check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
     return memory_fields(plan.memory, available)
 
@@ -75,14 +81,23 @@ def check_config(config: Mapping[str, Any], *, recipe: Recipe, sharding: Shardin
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
 
 
-def plan_run(recipe: Recipe, model: PlannedModel, sharding: ShardingContext) -> tuple[TrainingPlan, int | None]:
-    """Return the plan of a step on the devices of a run, and the memory of one device; None if it is unknown."""
+def plan_run(
+    recipe: Recipe, model: PlannedModel, sharding: ShardingContext, *, num_processes: int = 1
+) -> tuple[TrainingPlan, int | None]:
+    """Return the plan of a step on the devices of a run, and the memory of one device; None if it is unknown.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model to train.
+        sharding: Mesh and devices.
+        num_processes: Processes of the run on this host, which share its memory.
+    """
     assert sharding.device_mesh is not None
     devices = list(sharding.device_mesh.local_devices)
     # the kernel of an accelerator may fail its numeric check, and the others need more memory
     device = CPU if devices[0].platform == CPU.platform else ANY_ACCELERATOR
     plan = plan_training(with_values(recipe, {"mesh": str(sharding.mesh)}), model, sharding.rules, device=device)
-    return plan, device_memory_nbytes(devices, host_memory())
+    return plan, device_memory_nbytes(devices, host_memory(), num_processes=num_processes)
 
 
 def check_memory(
@@ -116,12 +131,15 @@ def check_memory(
     ui.warn(f"{what}, {why}: {hint}")
 
 
-def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None]) -> int | None:
+def device_memory_nbytes(
+    devices: Sequence[Any], host: Mapping[str, int | None], *, num_processes: int = 1
+) -> int | None:
     """Return the memory that one device has for a run; None if it is unknown.
 
     Args:
         devices: Devices of the mesh that belong to this process.
         host: `available` memory of this machine and the `limit` of this process, both shared by its CPU devices.
+        num_processes: Processes of the run on this machine, with as many devices each.
     """
     stats = devices[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
@@ -129,7 +147,7 @@ def device_memory_nbytes(devices: Sequence[Any], host: Mapping[str, int | None])
     if devices[0].platform != "cpu":
         return None
     known = [nbytes for nbytes in host.values() if nbytes]
-    return min(known) // len(devices) if known else None
+    return min(known) // (len(devices) * num_processes) if known else None
 
 
 def host_memory() -> dict[str, int | None]:

@@ -15,14 +15,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TextIO, cast
 from unicodedata import category
 
+from prepcli.console.job_errors import process_of
 from prepcli.console.progress import Mode, NullProgress, Progress, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush
-from prepcli.errors import FAILED, OK, PrepError
+from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError
 
 UNESCAPED = "\n\t\u200c\u200d"  # newline, tab, and the zero-width joiners of letters
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, default, -v: one line per leaf, -vv: one line per slab
@@ -48,17 +49,22 @@ class Report:
         fields: Fields of the JSON object.
         next_command: Suggested next command.
         error: The error, if there is one.
+        process: Index of this process in a job of several, of which process 0 prints the result; else None.
     """
 
     text: str = ""
     fields: Mapping[str, object] = field(default_factory=dict)
     next_command: str = ""
     error: PrepError | None = None
+    process: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ui:
-    """Output of one run of a command: its streams, verbosity and format."""
+    """Output of one run of a command: its streams, verbosity and format.
+
+    In a job of several processes, process 0 prints notes, progress and the result. All print warnings and errors.
+    """
 
     command: str
     as_json: bool = False
@@ -69,17 +75,33 @@ class Ui:
     clock: Callable[[], float] = time.monotonic
     started_s: float = field(default_factory=time.monotonic)
     warnings: list[str] = field(default_factory=list)  # for the JSON object
+    process: int | None = None  # index of this process in a job of several
+    all_print: bool = False  # all processes print notes
+
+    def for_process(self, process: int | None, *, all_print: bool = False) -> Ui:
+        """Return the Ui of a process in a job.
+
+        Args:
+            process: Index of this process; None outside of a job of several processes.
+            all_print: Print the notes of all processes, each line with the index of its process.
+        """
+        return replace(self, process=process, all_print=all_print)
 
     def note(self, text: str, level: int = NORMAL) -> None:
         """Print a line on stderr if the verbosity is at least `level`."""
-        if self.level >= level:
-            self._print_stderr(printable(text))
+        if self.level >= level and (self.all_print or not self.process):
+            self._print_stderr(f"{self._label if self.all_print else ''}{printable(text)}")
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr and add it to the JSON object."""
         self.warnings.append(text)
         if self.level >= NORMAL:
-            self._print_stderr(f"{self._colored('warning:', 33)} {printable(text)}")
+            self._print_stderr(f"{self._colored('warning:', 33)} {self._label}{printable(text)}")
+
+    @property
+    def _label(self) -> str:
+        """The process that prints a line."""
+        return "" if self.process is None else f"process {self.process}: "
 
     @property
     def columns(self) -> int | None:
@@ -88,18 +110,24 @@ class Ui:
 
     def progress(self) -> Progress:
         """Return the Progress of the chosen mode; a silent one with `--quiet` if the mode is `auto`."""
-        if self.level <= QUIET and self.progress_mode == "auto":
+        if self.process or (self.level <= QUIET and self.progress_mode == "auto"):
             return NullProgress()
         return make_progress(self.progress_mode, self.err)
 
     def finish(self, report: Report) -> int:
-        """Print the result, and the error if there is one; return the exit code."""
+        """Print the result, and the error if there is one; return the exit code.
+
+        In a job of several processes, only process 0 prints the result and the error of a stop, which ends all of them.
+        """
+        return self.for_process(report.process, all_print=self.all_print)._finish(report)
+
+    def _finish(self, report: Report) -> int:
         if report.next_command:
             self.note(f"next: {report.next_command}")
         text = json.dumps(self._document(report), allow_nan=False) if self.as_json else printable(report.text)
-        unwritten = write_and_flush(self.out, f"{text}\n") if text else None
+        unwritten = write_and_flush(self.out, f"{text}\n") if text and not self.process else None
         error = report.error or (unwritten and stdout_error(unwritten))
-        if error is not None:
+        if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
             self._print_stderr(self._error_text(error))
         return error.code if error is not None else OK
 
@@ -107,7 +135,7 @@ class Ui:
         """Print an error and return the exit code. Any exception other than PrepError is reported as a bug."""
         if os.environ.get("PREP_TRACEBACK"):
             self._print_stderr("".join(traceback.format_exception(error)).rstrip())
-        return self.finish(Report(error=as_prep_error(error)))
+        return self.finish(Report(error=as_prep_error(error), process=process_of(error)))
 
     def _document(self, report: Report) -> dict[str, object]:
         """Return the JSON object: the common fields and the report's fields."""
@@ -122,7 +150,7 @@ class Ui:
         return document
 
     def _error_text(self, error: PrepError) -> str:
-        lines = [f"{self._colored('error:', 31)} {printable(error.what)}"]
+        lines = [f"{self._colored('error:', 31)} {self._label}{printable(error.what)}"]
         lines += [f"  why: {_indent(printable(error.why))}"] if error.why else []
         lines += [f" hint: {printable(error.hint)}"] if error.hint else []
         return "\n".join(lines)

@@ -20,7 +20,13 @@ def free_port() -> int:
 
 
 def start_processes(
-    *words: str, count: int, devices: int, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *words: str,
+    count: int,
+    devices: int,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    module: str = "prepcli",
+    stdin: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
     """Start `prep WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
 
@@ -30,6 +36,8 @@ def start_processes(
         devices: CPU devices of each process.
         cwd: Working folder.
         env: Additional environment variables.
+        module: Module that is run with the words in place of prep.
+        stdin: File that process 0 reads as stdin; the others have an empty one.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(REMOVED_PREFIXES)}
     coordinator = f"127.0.0.1:{free_port()}"
@@ -37,9 +45,10 @@ def start_processes(
     job |= {"JAX_COORDINATOR_ADDRESS": coordinator}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "prepcli", *words],
+            [sys.executable, "-m", module, *words],
             cwd=cwd,
             env={**inherited, **job, "JAX_PROCESS_ID": str(index), **(env or {})},
+            stdin=stdin.open() if stdin and index == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,5 +1,8 @@
 """The token store: a folder with the token ids of all documents. It gets its final name once it is complete on disk.
 
+Processes of several hosts may build a store at the same time, without a lock: each writes a folder of its own, and the
+first one to finish renames it.
+
 - `tokens.bin`: ids of all documents, concatenated; uint16 or uint32, little-endian.
 - `documents.bin`: end of each document in `tokens.bin`, in tokens; uint64, little-endian.
 - `meta.json`: `StoreMeta`, with the XXH3-128 digests of both files.
@@ -8,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -22,12 +26,14 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.data.files import io_error
+from trainer.data.partial_folders import is_abandoned, partial_name
 from trainer.models.errors import PrepError
 
 TOKENS_FILE, DOCUMENTS_FILE, META_FILE, LOCK_FILE = "tokens.bin", "documents.bin", "meta.json", "lock"
-PARTIAL_GLOB = "[0-9a-f]" * 32 + ".partial"  # incomplete stores; a store is named by its identity, 32 hex digits
 DOCUMENT_END_NBYTES = 8
 DIGEST_READ_NBYTES = 4 << 20
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
+IN_USE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of renaming a folder to the name of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,17 @@ def _little_endian(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(dtype).newbyteorder("<")
 
 
+def make_cache(cache: Path) -> None:
+    """Create the folder of stores and its lock file; raise OSError if that fails."""
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / LOCK_FILE).touch()
+
+
 @contextlib.contextmanager
 def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Create the folder of stores and lock it for writing; the lock is released when the process ends.
+
+    The lock only avoids that two processes build one store. File systems without locks need none.
 
     Args:
         cache: The folder of stores.
@@ -151,7 +165,7 @@ def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            make_cache(cache)
             handle = stack.enter_context((cache / LOCK_FILE).open("ab"))
             _acquire_lock(handle, lambda: note(f"another process writes tokens to {cache}: waiting for it"))
         except OSError as error:
@@ -165,12 +179,16 @@ def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
     except BlockingIOError:
         on_wait()
         fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None]) -> None:
-    """Build a store as `NAME.partial`, sync it, then rename it; a damaged store of that name is replaced.
+    """Build a store under a name of its own, sync it, then rename it.
 
-    The cache must be locked. Incomplete stores that killed runs left in it are removed.
+    A complete store that another process put there meanwhile is kept; a damaged one is replaced. Incomplete stores that
+    killed runs left in the cache are removed.
 
     Args:
         folder: Folder of the store; its name is the identity.
@@ -180,20 +198,42 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None]) -
     Raises:
         PrepError: The store cannot be written.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(partial_name(folder.name))
     try:
-        for leftover in folder.parent.glob(PARTIAL_GLOB):
-            shutil.rmtree(leftover)
+        for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
+            _remove_folder(leftover)
         partial.mkdir()
         _write_store(partial, folder.name, dtype, fill)
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        _publish(partial, folder)
         _fsync(folder.parent)
     except OSError as error:
         raise io_error(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Rename a complete store to its final name, unless a complete one has it; a damaged one is removed."""
+    while True:
+        try:
+            partial.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in IN_USE:
+                raise
+        with contextlib.suppress(DamagedStoreError):
+            read_meta(folder)
+            return
+        damaged = folder.with_name(partial_name(folder.name))
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it away
+            folder.rename(damaged)
+        _remove_folder(damaged)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder that other processes may remove at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
 
 
 def _write_store(folder: Path, identity: str, dtype: str, fill: Callable[[TokenWriter], None]) -> None:

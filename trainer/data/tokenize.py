@@ -91,6 +91,28 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
+    return _map_tokens(folder, meta, config, tokenizer, note)
+
+
+def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
+    """Return tokens in the cache that another process made, after a check of their digests.
+
+    Args:
+        config: Tokenizer and cache; the data files are not read.
+        identity: Identity of the tokens.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The tokens are missing, damaged, or do not fit the model.
+    """
+    folder = config.cache / identity
+    return _map_tokens(folder, store.read_meta(folder), config, load_tokenizer(config.tokenizer), note)
+
+
+def _map_tokens(
+    folder: Path, meta: store.StoreMeta, config: TokenizeConfig, tokenizer: TextTokenizer, note: Note
+) -> store.MappedTokens:
+    """Map a store; raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
     has_source = bool(config.parsed_fields.source)
     _check_has_pairs(meta) if has_source else _check_has_block(meta, config.seq_length)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from trainer.distributed.slice_grid import slice_grid
 from trainer.models import mesh as meshes
@@ -216,6 +216,11 @@ def _jax_devices() -> list[Any]:
     except RuntimeError as error:
         hint = "`JAX_PLATFORMS=cpu` selects the CPU, `JAX_PLATFORMS=''` any available platform"
         raise PrepError("JAX found no devices", str(error).partition("\n")[0], hint) from error
+
+
+def local_device_sharding() -> SingleDeviceSharding:
+    """Return the sharding of an array on one device, the first one of this process."""
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 @contextmanager

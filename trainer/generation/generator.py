@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
 from trainer.generation.decode import DecodeState, GenerationConfig, PromptBatch
 from trainer.models.errors import usage_error
@@ -22,6 +23,8 @@ TokenSequence = Sequence[int]
 SLOT_MULTIPLE = 64  # prompt slots are rounded up to it, so that batches of similar length share one executable
 MAX_SLOTS = 1 << 30  # positions are int32
 STEPS_PER_CHECK = 16  # decoding steps between checks whether all rows have ended
+
+InputT = TypeVar("InputT")
 
 
 class _CompiledFunction:
@@ -108,9 +111,11 @@ class Generator:
         max_new_tokens = self.generation_config.max_new_tokens
         slots = _round_up(max(map(len, prompts)), SLOT_MULTIPLE)
         rows = _round_up(max(min_rows, len(prompts)), self.forward_config.sharding.data_parallel_size)
-        batch = _make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row)
+        sharding = self.forward_config.sharding
+        batch = _replicate(_make_prompt_batch(prompts, slots, rows, max_new_tokens, first_row), sharding)
         if sources is not None:
-            batch = batch._replace(encoder_output=self._encode_sources(self.params, *_pad_sources(sources, rows)))
+            encoder_inputs = _replicate(_pad_sources(sources, rows), sharding)
+            batch = batch._replace(encoder_output=self._encode_sources(self.params, *encoder_inputs))
         state = self._prefill(self.params, batch, count=slots)
         stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots))
         for slot, is_recomputed in stops:
@@ -122,9 +127,9 @@ class Generator:
                 del state  # free its cache before the next one is allocated
                 state = self._prefill(self.params, batch, count=slot)
             else:
-                state = self._decode_loop(self.params, state, jnp.int32(slot))
+                state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
         on_progress(_num_new_tokens(state, slots))
-        new_tokens = np.asarray(state.batch.tokens)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
+        new_tokens = _fetch(state.batch.tokens, sharding)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
         return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in new_tokens]
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
@@ -205,6 +210,26 @@ def _make_prompt_batch(
         is_finished=jnp.arange(rows) >= len(prompts),
         first_new_slot=jnp.int32(slots),
     )
+
+
+def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
+    """Place the inputs of a batch on all devices of a mesh that other processes share; all have equal inputs."""
+    replicated = sharding.replicated_sharding()
+    if replicated is None or replicated.is_fully_addressable:
+        return arrays
+
+    def place(array: Array) -> Array:
+        host = np.asarray(array)
+        return jax.make_array_from_callback(host.shape, replicated, lambda index: host[index])
+
+    return jax.tree.map(place, arrays)
+
+
+def _fetch(array: Array, sharding: ShardingContext) -> np.ndarray:
+    """Copy an array to the host, from the devices of all processes."""
+    if not array.is_fully_addressable:
+        array = jax.jit(lambda x: x, out_shardings=sharding.replicated_sharding())(array)
+    return np.asarray(array)
 
 
 def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Array]:

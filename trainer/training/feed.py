@@ -11,11 +11,10 @@ from functools import lru_cache
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
 
 from trainer.data.order import Int64Array
 from trainer.data.packing import ColumnSpecs, Dataset
-from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.distributed.token_order import token_order
 
 TokenBatch = Mapping[str, Array]
@@ -28,7 +27,7 @@ def batch_shapes(dataset: Dataset, batch_size: int, sharding: ShardingContext) -
 
 
 def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingContext) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shape, dtype and sharding of each array of a batch; without a mesh, on the first device.
+    """Return shape, dtype and sharding of each array of a batch; without a mesh, on a device of this process.
 
     Args:
         columns: Length and dtype of each array of a row, by name.
@@ -38,7 +37,7 @@ def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingConte
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    first_device = SingleDeviceSharding(jax.devices()[0])
+    first_device = local_device_sharding()
     shapes = {name: ((batch_size, length), dtype) for name, (length, dtype) in columns.items()}
     return {
         name: jax.ShapeDtypeStruct(

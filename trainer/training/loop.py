@@ -19,7 +19,7 @@ from trainer.models.errors import PrepError
 from trainer.training.checkpoint import gathered_leaves, host_leaves
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.feed import batch_shapes, load_batch
-from trainer.training.metrics import MetricsWriter, StepTimer
+from trainer.training.metrics import MetricsLog, StepTimer
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
 
@@ -118,7 +118,7 @@ class Loop:
         state: TrainState,
         *,
         store: CheckpointStore,
-        metrics: MetricsWriter,
+        metrics: MetricsLog,
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
     ) -> None:

@@ -1,18 +1,24 @@
-"""Metrics of a run: one JSON object per line in `metrics.jsonl`, and a timer of steps."""
+"""Metrics of a run: one JSON object per line in `metrics.jsonl`, and a timer of steps.
+
+Process 0 writes that file. With `log.all_workers` every other process writes a file of its own, such as
+`metrics.1.jsonl`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.models.errors import PrepError
 
 METRICS_FILE = "metrics.jsonl"
+PROCESS_METRICS_FILE = re.compile(r"metrics\.([1-9][0-9]*)\.jsonl")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -38,6 +44,45 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+
+
+def metrics_file(process: int) -> str:
+    """Return the name of the metrics file of a process."""
+    return f"metrics.{process}.jsonl" if process else METRICS_FILE
+
+
+def remove_other_metrics(folder: Path, num_processes: int) -> None:
+    """Remove the metrics that an earlier start of a run wrote in processes that do not log now.
+
+    Args:
+        folder: Folder of the run.
+        num_processes: Number of processes that log.
+
+    Raises:
+        PrepError: A file cannot be removed.
+    """
+    for path in folder.glob("metrics.*.jsonl"):
+        match = PROCESS_METRICS_FILE.fullmatch(path.name)
+        if match and int(match[1]) >= num_processes:
+            try:
+                path.unlink()
+            except OSError as error:
+                raise PrepError(f"cannot remove {path}", error.strerror or str(error)) from error
+
+
+class MetricsLog(Protocol):
+    """Receiver of the log lines of a run."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append a line."""
+        ...
+
+
+class NoMetrics:
+    """MetricsLog of a process that does not log."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
 
 class MetricsWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
-from trainer.data.tokenize import TokenizeConfig, tokenize_files
+from trainer.data.tokenize import TokenizeConfig
 from trainer.distributed.device_kind import device_kind
+from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
@@ -32,6 +34,7 @@ from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
 from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
+from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.step import StepSetup
 
 
@@ -117,10 +120,13 @@ def build_datasets(
     *,
     manifest: Mapping[str, Any],
     folders: Mapping[str, Path],
+    group: ProcessGroup | None = None,
     progress: Callable[[int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
     """Tokenize the data of a recipe, or map the tokens that an earlier run made.
+
+    All processes of a job call it together.
 
     Args:
         recipe: The recipe.
@@ -128,6 +134,7 @@ def build_datasets(
         manifest: Manifest of the start checkpoint.
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
             tokens that the cache lacks, if the cache must not be written to.
+        group: Processes of the job; None for one process.
         progress: Called with the bytes tokenized so far and the total bytes.
         note: Called with messages for the user.
 
@@ -151,18 +158,19 @@ def build_datasets(
         source_length=data.source_length or 0,
         prefix=data.source_prefix or "",
     )
+    tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
     _check_encoder_fields(config, model)
     if config.parsed_fields.source:
         decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
         if config.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_path is None:
-        tokens = tokenize_files(config, progress=progress, note=note)
+        tokens = tokenize(config)
         train, evaluation = split_holdout(_build_dataset(tokens, config, model_config), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize_files(dataclasses.replace(config, paths=data.eval_path), progress=progress, note=note)
-    train_tokens = tokenize_files(config, progress=progress, note=note)
+    eval_tokens = tokenize(dataclasses.replace(config, paths=data.eval_path))
+    train_tokens = tokenize(config)
     return Datasets(
         train=_build_dataset(train_tokens, config, model_config),
         evaluation=_build_dataset(eval_tokens, config, model_config),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train import _kept_note
+from prepcli.commands.train_files import kept_note
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
@@ -369,5 +369,5 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
-    note = _kept_note(tmp_path / "run")
+    note = kept_note(tmp_path / "run")
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

@@ -46,6 +46,12 @@ def test_device_memory_depends_on_the_platform(devices: list[Any], host: dict[st
     assert device_memory_nbytes(devices, host) == nbytes
 
 
+def test_processes_of_a_host_share_its_memory():
+    host = {"available": 16 * GIB, "limit": None}
+    assert device_memory_nbytes([Device()] * 4, host, num_processes=2) == 2 * GIB
+    assert device_memory_nbytes([Device("gpu", {"bytes_limit": GIB})], host, num_processes=2) == GIB
+
+
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> int:
     usage = type("Usage", (), {"free": 1000})

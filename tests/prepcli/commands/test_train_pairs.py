@@ -64,12 +64,17 @@ def make_pairs() -> list[dict[str, str]]:
 def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_pairs_folder()
+    return tmp_path
+
+
+def make_pairs_folder() -> None:
+    """Write a recipe, pairs, a T5 model and its init to the current folder."""
     make_checkpoint(Path("tiny"), FAMILY_CONFIGS["t5"])
     write_tokenizer(Path("tiny"))
     assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
     Path("recipe.toml").write_text(RECIPE)
-    return tmp_path
 
 
 def ids_of(text: str, max_length: int) -> list[int]:

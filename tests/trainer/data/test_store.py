@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -163,3 +164,36 @@ def test_lock_cache_waits_for_other_process(tmp_path: Path):
         with store.lock_cache(tmp_path, note):
             assert holder.wait() < 0
     assert notes == [f"another process writes tokens to {tmp_path}: waiting for it"]
+
+
+def test_build_store_keeps_the_store_of_another_process(tmp_path: Path):
+    """Two processes build one store; the first to finish gives it its name."""
+
+    def fill_slowly(writer: store.TokenWriter) -> None:
+        fill(writer)
+        store.build_store(tmp_path / NAME, "uint16", fill)
+        kept.append((tmp_path / NAME).stat().st_ino)
+
+    kept: list[int] = []
+    store.build_store(tmp_path / NAME, "uint16", fill_slowly)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert kept == [(tmp_path / NAME).stat().st_ino]
+    assert store.read_meta(tmp_path / NAME).n_tokens == 5
+
+
+def test_build_store_replaces_a_damaged_store(tmp_path: Path):
+    store.build_store(tmp_path / NAME, "uint16", fill)
+    (tmp_path / NAME / "tokens.bin").write_bytes(b"")
+    store.build_store(tmp_path / NAME, "uint16", fill)
+    assert store.read_meta(tmp_path / NAME).n_tokens == 5
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_lock_cache_works_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", no_locks)
+    with store.lock_cache(tmp_path, print):
+        store.build_store(tmp_path / NAME, "uint16", fill)
+    assert store.read_meta(tmp_path / NAME).n_tokens == 5

@@ -44,6 +44,25 @@ if moment == "synced":
 tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress=progress, note=print)
 """
 
+NO_LOCKS_SCRIPT = """
+import errno, sys, time
+from pathlib import Path
+from tests.helpers.corpus import make_config
+from trainer.data import store, tokenize
+
+def no_locks(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+def progress(done, total):
+    print("started", flush=True)
+    sys.stdin.readline()
+
+store.fcntl.flock = no_locks
+folder = Path(sys.argv[1])
+config = make_config(folder, folder / "a.txt")
+print(tokenize.tokenize_files(config, progress=progress, note=lambda text: None).n_tokens)
+"""
+
 
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of each file of a folder."""
@@ -204,6 +223,28 @@ def test_killed_tokenization_leaves_no_store(tmp_path: Path, moment: str):
     tokens = tokenize_quietly(config)
     assert [path.name for path in stores(config)] == [tokens.identity]
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
+
+
+def test_runs_without_locks_share_a_cache(tmp_path: Path):
+    """Two processes build the same store at the same time; neither removes the folder of the other."""
+    (tmp_path / "a.txt").write_text(TEXT * 100)
+    config = make_config(tmp_path, tmp_path / "a.txt")
+    running = [start_without_locks(tmp_path) for _ in range(2)]
+    assert len(stores(config)) == 2
+    outputs = [process.communicate("\n") for process in running]
+    tokens = tokenize_quietly(config)
+    assert outputs == [(f"{tokens.n_tokens}\n", "")] * 2
+    assert [path.name for path in stores(config)] == [tokens.identity]
+
+
+def start_without_locks(folder: Path) -> subprocess.Popen[str]:
+    """Start a process that tokenizes `folder/a.txt` without locks; it waits for a line before it ends."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", NO_LOCKS_SCRIPT, str(folder)]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "started\n"
+    return process
 
 
 @pytest.mark.parametrize("switch", ["true", "false"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.models.errors import PrepError
-from trainer.training.metrics import MetricsWriter, StepTimer, read_metrics
+from trainer.training.metrics import MetricsWriter, StepTimer, metrics_file, read_metrics, remove_other_metrics
 
 
 def test_metrics_writer_lines_are_visible_at_once(tmp_path: Path):
@@ -60,3 +60,11 @@ def test_metrics_writer_at_step_0_drops_all_lines(tmp_path: Path):
     path.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
     MetricsWriter(path, 0)
     assert read_metrics(path) == []
+
+
+def test_remove_other_metrics_keeps_processes_that_log(tmp_path: Path):
+    names = [*map(metrics_file, range(4)), "metrics.x.jsonl", "metrics.02.jsonl"]
+    for name in names:
+        (tmp_path / name).touch()
+    remove_other_metrics(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*names} - {"metrics.2.jsonl", "metrics.3.jsonl"})

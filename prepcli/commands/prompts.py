@@ -1,0 +1,50 @@
+"""Prompts of `prep generate` from files, stdin and token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from prepcli.engine.files import io_error
+from prepcli.errors import PrepError, usage_error
+
+STDIN = "-"
+MAX_ID_DIGITS = 9  # more than any token id has
+PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
+
+
+def read_prompts(file_name: str) -> Iterator[str]:
+    """Yield the prompts of a text or .jsonl file, one per line; raise PrepError for an invalid file or line."""
+    try:
+        text = sys.stdin.read() if file_name == STDIN else Path(file_name).read_text("utf-8-sig")
+    except OSError as error:
+        raise io_error(Path(file_name), error) from error
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{file_name} is not UTF-8 text", str(error), "convert it to UTF-8") from error
+    for line_number, line in enumerate(
+        text.split("\n"), 1
+    ):  # not splitlines: JSON strings may contain other line separators
+        if line.strip():
+            yield _prompt_from_json(file_name, line_number, line) if file_name.endswith(".jsonl") else line
+
+
+def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PrepError(f"line {line_number} of {file_name} is not valid JSON", str(error)) from error
+    texts = [value[key] for key in PROMPT_KEYS if isinstance(value, dict) and isinstance(value.get(key), str)]
+    if not texts:
+        why = f"it must be an object with a string `{PROMPT_KEYS[0]}` or `{PROMPT_KEYS[1]}`"
+        raise PrepError(f"line {line_number} of {file_name} has no prompt", why)
+    return texts[0]
+
+
+def parse_token_ids(text: str) -> list[int]:
+    """Return comma-separated token ids; raise UsageError for other text."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and len(word) <= MAX_ID_DIGITS for word in words):
+        raise usage_error(f"invalid `--tokens {text:.60}`", "it takes comma-separated token ids", "`--tokens 1,2,3`")
+    return [int(word) for word in words]

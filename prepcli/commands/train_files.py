@@ -1,0 +1,88 @@
+"""The files of a training run besides its checkpoints; process 0 alone writes those that all processes share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.commands.train_run import Run
+from prepcli.commands.train_start import INIT_FOLDER
+from prepcli.engine.files import io_error
+from prepcli.errors import PrepError
+from prepcli.execution.run_folder import LOCK
+from prepcli.formats.run_steps import saved_steps
+from trainer.recipe import Recipe, load_recipe, recipe_to_toml
+from trainer.recipe.tables import keys_of, value_of
+
+if TYPE_CHECKING:
+    from trainer.training.metrics import MetricsLog
+
+RECIPE_FILE = "recipe.toml"
+RUNS_FOLDER = Path("runs")
+TOKENS_FOLDER = "data"  # in a run's folder: the tokens of the datasets
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise PrepError if the path is a file, or a folder that is neither empty nor a run.
+
+    The folder of a failed or killed start may contain only an init, tokens or a lock.
+    """
+    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
+
+    run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
+    is_run = bool(saved_steps(folder)) or any((folder / name).exists() for name in run_files)
+    if folder.is_dir() and any(folder.iterdir()) and not is_run:
+        raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")
+    if folder.exists() and not folder.is_dir():
+        raise PrepError(f"{folder} already exists", "it is a file, and a run is a folder", "`--out NAME`")
+
+
+def kept_note(folder: Path) -> str:
+    """Describe the data in a run's folder that the next start uses; empty if there is none."""
+    kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
+    for name, description in ((TOKENS_FOLDER, "the tokens"), (INIT_FOLDER, "the converted checkpoint")):
+        complete_folders = [
+            path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")
+        ]
+        kept += [description] if complete_folders else []
+    return f"kept in {folder}: {', '.join(kept)}" if kept else ""
+
+
+def changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
+    earlier_recipe = load_recipe(folder / RECIPE_FILE).recipe
+    shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
+    pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def write_recipe(run: Run) -> None:
+    """Write the complete recipe of a run; raise PrepError if the disk refuses it."""
+    path = run.folder / RECIPE_FILE
+    new_path = path.with_name(f"{RECIPE_FILE}.new")
+    try:
+        new_path.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
+        os.replace(new_path, path)
+    except OSError as error:
+        raise io_error(path, error) from error
+
+
+def open_metrics(run: Run) -> MetricsLog:
+    """Open the metrics file of this process; it has none if only process 0 logs.
+
+    Raises:
+        PrepError: The file cannot be written.
+    """
+    from trainer.training.metrics import MetricsWriter, NoMetrics, metrics_file, remove_other_metrics
+
+    index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
+    if index >= num_logging:
+        return NoMetrics()
+    if index == 0 and not run.step:
+        remove_other_metrics(run.folder, num_logging)
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)  # another host may have its own file system
+    except OSError as error:
+        raise io_error(run.folder, error) from error
+    return MetricsWriter(run.folder / metrics_file(index), run.step)

@@ -1,0 +1,25 @@
+"""The process of a job in which an error was raised, for the error's message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def label_errors(process: int | None) -> Iterator[None]:
+    """Record the process of a job in errors that leave the block; see `process_of`.
+
+    Args:
+        process: Index of this process; None outside of a job of several processes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        vars(error)["process"] = process
+        raise
+
+
+def process_of(error: BaseException) -> int | None:
+    """Return the index of the process in which an error was raised; None outside of a job of several processes."""
+    return getattr(error, "process", None)

@@ -1,0 +1,34 @@
+"""Hosts of a job, and the processes that write a folder for those that share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.process_groups import ThreadProcess, run_processes
+from trainer.distributed import hosts
+from trainer.distributed.process_group import SingleProcess
+
+
+def test_processes_of_this_host_are_all_on_one_machine():
+    assert run_processes(3, hosts.processes_of_this_host) == [[0, 1, 2]] * 3
+    assert hosts.processes_of_this_host(SingleProcess()) == [0]
+
+
+@pytest.mark.parametrize(("num_shared", "writers"), [(4, [True, False, False, False]), (2, [True, False, True, False])])
+def test_one_process_writes_each_folder(tmp_path: Path, num_shared: int, writers: list[bool]):
+    """Processes after the first `num_shared` ones have a folder of their own."""
+
+    def writes(process: ThreadProcess) -> bool:
+        folder = tmp_path / ("shared" if process.index < num_shared else "other")
+        folder.mkdir(exist_ok=True)
+        return hosts.writes_shared_folder(folder, process)
+
+    assert run_processes(4, writes) == writers
+    assert list(tmp_path.rglob("probe-*")) == []
+
+
+def test_writers_are_one_process_of_each_other_host():
+    answers = [("a", True), ("a", True), ("b", False), ("b", False), ("c", False), ("d", True)]
+    assert hosts._writers(answers) == [0, 2, 4]

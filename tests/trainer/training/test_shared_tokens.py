@@ -1,0 +1,84 @@
+"""Tokens in several processes: made once for each cache, and equal in all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.corpus import TEXT, make_config
+from tests.helpers.process_groups import ThreadProcess, run_processes
+from trainer.data.store import DamagedStoreError
+from trainer.data.tokenize import TokenizeConfig, open_tokens
+from trainer.models.errors import PrepError
+from trainer.training.shared_tokens import tokenize_in_group
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TokenizeConfig:
+    (tmp_path / "a.txt").write_text(TEXT)
+    return make_config(tmp_path, tmp_path / "a.txt")
+
+
+def tokenize(process: ThreadProcess, config: TokenizeConfig) -> tuple[list[int], list[str], list[int]]:
+    """Return the tokens, the notes, and the bytes that the process tokenized."""
+    notes: list[str] = []
+    progress: list[int] = []
+    tokens = tokenize_in_group(config, process, progress=lambda done, total: progress.append(done), note=notes.append)
+    return tokens.ids.tolist(), notes, progress
+
+
+def test_process_0_makes_the_tokens_of_a_shared_cache(config: TokenizeConfig):
+    first, *others = run_processes(3, lambda process: tokenize(process, config))
+    assert first[2] == [len(TEXT)]
+    assert others == [(first[0], first[1], [])] * 2
+    again = run_processes(3, lambda process: tokenize(process, config))
+    assert [result[2] for result in again] == [[], [], []]
+    assert [path.name for path in config.cache.iterdir() if path.is_dir()] == [open_identity(config)]
+
+
+def open_identity(config: TokenizeConfig) -> str:
+    """Return the identity of the only store in the cache."""
+    (store,) = [path for path in config.cache.iterdir() if path.is_dir()]
+    return store.name
+
+
+def test_processes_without_the_files_open_the_tokens(config: TokenizeConfig):
+    """Only processes that tokenize read the data files."""
+
+    def tokenize_own_files(process: ThreadProcess) -> list[int]:
+        return tokenize(process, config if process.index == 0 else replace(config, paths=("missing.txt",)))[0]
+
+    results = run_processes(2, tokenize_own_files)
+    assert results[0] == results[1]
+
+
+def test_processes_with_own_caches_make_own_tokens(config: TokenizeConfig, tmp_path: Path):
+    def tokenize_own_cache(process: ThreadProcess) -> tuple[list[int], list[int]]:
+        ids, _, progress = tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}"))
+        return ids, progress
+
+    results = run_processes(2, tokenize_own_cache)
+    assert results[0] == results[1]
+    assert results[0][1] == [len(TEXT)]
+
+
+def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path: Path):
+    (tmp_path / "b.txt").write_text(TEXT * 2)
+
+    def tokenize_own_files(process: ThreadProcess) -> None:
+        path = str(tmp_path / f"{'ab'[process.index]}.txt")
+        tokenize(process, replace(config, cache=tmp_path / f"cache{process.index}", paths=(path,)))
+
+    with pytest.raises(PrepError, match="the data of process 1 differs from that of process 0 - its tokens are "):
+        run_processes(2, tokenize_own_files)
+
+
+def test_open_tokens_checks_digests(config: TokenizeConfig):
+    run_processes(1, lambda process: tokenize(process, config))
+    identity = open_identity(config)
+    path = config.cache / identity / "tokens.bin"
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    with pytest.raises(DamagedStoreError, match="differs from the digest"):
+        open_tokens(config, identity, note=print)
