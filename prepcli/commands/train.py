@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
 from prepcli.commands.train_report import TrainReporter, run_summary_lines, tokenize_progress
 from prepcli.commands.train_start import (
@@ -335,10 +336,9 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     from trainer.training.loop import Loop
     from trainer.training.metrics import METRICS_FILE, MetricsWriter
 
-    recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
+    sharding = run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
-    keep = recipe.checkpoint.keep
-    with _open_store(run, keep, str(sharding.mesh)) as store:
+    with _open_store(run, str(sharding.mesh), ui) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         if run.group.index == 0:
@@ -356,45 +356,19 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
     return _finished_report(run, fields)
 
 
-def _open_store(run: _Run, keep: Any, mesh: str) -> Any:
-    if run.group.index:
-        return FollowerStore(run.folder)
+def _open_store(run: _Run, mesh: str, ui: Ui) -> RunFolder:
     return RunFolder(
         run.folder,
         run.start_checkpoint,
         name=run.recipe.name,
-        keep=keep,
+        keep=run.recipe.checkpoint.keep,
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,
+        group=run.group,
+        free_memory_nbytes=free_memory,
+        note=ui.warn,
     )
-
-
-class FollowerStore:
-    """Placeholder of the store of a process that does not write."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> FollowerStore:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-    def clear(self) -> None:
-        """Do nothing."""
-
-    def steps(self) -> list[int]:
-        """Return the saved steps."""
-        return saved_steps(self.folder)
-
-    def open(self, step: int) -> ItemReader:
-        """Open a step."""
-        return open_reader(step_folder(self.folder, step))
-
-    def save(self, step: int, leaves: Mapping[str, Any], manifest_fields: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 def _finished_report(run: _Run, fields: dict[str, Any]) -> Report:
