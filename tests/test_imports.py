@@ -33,7 +33,16 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_report", "train_start")
+        for name in (
+            "env",
+            "train",
+            "generate",
+            "plan_compile",
+            "train_checks",
+            "train_folder",
+            "train_report",
+            "train_start",
+        )
     ),
     "prepcli.api.compute",
     "prepcli.testing",

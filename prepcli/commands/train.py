@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
+from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER, check_run_folder
 from prepcli.commands.train_report import TrainReporter, run_summary_lines, tokenize_progress
 from prepcli.commands.train_start import (
     INIT_FOLDER,
@@ -27,7 +28,8 @@ from prepcli.commands.train_start import (
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
-from prepcli.execution.run_folder import LOCK, RunFolder
+from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.shared_folder import check_shared_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -48,9 +50,7 @@ if TYPE_CHECKING:
     from trainer.training.loop import Job
     from trainer.training.step import TrainState
 
-RECIPE_FILE = "recipe.toml"
 RUNS_FOLDER = Path("runs")
-TOKENS_FOLDER = "data"  # in a run's folder: the tokens of the datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     """
     loaded = load_recipe(request.recipe, request.overrides)
     folder = request.out or RUNS_FOLDER / loaded.recipe.name
-    _check_run_folder(folder)
+    check_run_folder(folder)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.distributed.start import start_processes
@@ -114,6 +114,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         start_timeout_s=cluster.start_timeout,
         heartbeat_timeout_s=cluster.heartbeat_timeout,
     )
+    if group.count > 1 and not request.dry_run:
+        check_shared_folder(folder, group)
     with catch_out_of_memory():
         with (
             raise_on_signal(),
@@ -169,21 +171,6 @@ def silence_jax(ui: Ui) -> None:
     """Hide the log messages of jax, such as warnings about missing accelerators, unless `-vv` is set."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
-
-
-def _check_run_folder(folder: Path) -> None:
-    """Raise PrepError if the path is a file, or a folder that is neither empty nor a run.
-
-    The folder of a failed or killed start may contain only an init, tokens or a lock.
-    """
-    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
-
-    run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
-    is_run = bool(saved_steps(folder)) or any((folder / name).exists() for name in run_files)
-    if folder.is_dir() and any(folder.iterdir()) and not is_run:
-        raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")
-    if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder} already exists", "it is a file, and a run is a folder", "`--out NAME`")
 
 
 def _open_start_checkpoint(
