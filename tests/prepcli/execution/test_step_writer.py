@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from functools import partial
 from pathlib import Path
@@ -155,3 +156,17 @@ def test_run_folder_raises_the_error_of_a_save_at_its_end(init: Path, state: Tra
     store.start_save(1, host_leaves(state), {})
     with pytest.raises(PrepError, match="1 exists"), store:
         pass
+
+
+def test_run_folder_warns_on_a_file_system_without_locks(
+    init: Path, state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    notes: list[str] = []
+    with RunFolder(tmp_path / "run", init, name="tuned", note=notes.append) as store:
+        store.save(1, host_leaves(state), {})
+        assert store.steps() == [1]
+    assert notes == [f"{tmp_path}/run cannot be locked (No locks available): start no second run there meanwhile"]
