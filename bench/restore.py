@@ -66,7 +66,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory of earlier restores
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
     with open_reader(path, verify) as reader:
-        setup = _setup(reader, mesh)
+        setup = make_setup(reader, mesh)
         drop_page_cache(path)
         start_nbytes, read_nbytes, start_s, cpu_s = (
             read_process_counter("RssAnon"),
@@ -74,7 +74,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
             time.monotonic(),
             time.process_time(),
         )
-        state = jax.block_until_ready(_state(reader, setup) if start else load_float32_params(reader, setup))
+        state = jax.block_until_ready(read_state(reader, setup) if start else load_float32_params(reader, setup))
         duration_s, cpu_s, read_nbytes = (
             time.monotonic() - start_s,
             time.process_time() - cpu_s,
@@ -96,7 +96,8 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     )
 
 
-def _setup(reader: Any, mesh: str) -> Any:
+def make_setup(reader: Any, mesh: str) -> Any:
+    """Return the StepSetup of a checkpoint's model with AdamW on a mesh."""
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.nn.model_spec import ForwardConfig
@@ -111,7 +112,8 @@ def _setup(reader: Any, mesh: str) -> Any:
     )
 
 
-def _state(reader: Any, setup: Any) -> Any:
+def read_state(reader: Any, setup: Any) -> Any:
+    """Return the state of a saved step, or the initial state of an init."""
     from trainer.training.checkpoint import init_state, restore_state
 
     return (restore_state if reader.manifest["kind"] == "train" else init_state)(reader, setup)

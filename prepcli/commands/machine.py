@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
+from prepcli.engine.budget import anonymous_nbytes
+
 UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a number of this size
 
 
@@ -28,6 +30,13 @@ def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
         elif "memory" in controllers.split(","):
             limits += _limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
     return min((limit for limit in limits if limit < UNLIMITED), default=None)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still use; None if the system does not report them."""
+    available, limit = system_memory().get("available"), cgroup_memory_limit()
+    bounds = [available, None if limit is None else limit - anonymous_nbytes()]
+    return min((max(0, bound) for bound in bounds if bound is not None), default=None)
 
 
 def _limits(mount: Path, path: str, name: str) -> list[int]:

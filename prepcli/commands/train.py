@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config
-from prepcli.commands.train_files import RUNS_FOLDER, check_run_folder, kept_note, open_metrics, write_recipe
+from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
+from prepcli.commands.train_folder import check_run_folder
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
@@ -24,6 +25,7 @@ from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.shared_folder import check_shared_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -75,6 +77,8 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
     folder = request.out or RUNS_FOLDER / loaded.recipe.name
     if group.index == 0:
         check_run_folder(folder)
+    if group.count > 1 and not request.dry_run:
+        check_shared_folder(folder, group)
     with (
         raise_on_signal(),
         note_durable_work(lambda: "" if request.dry_run else kept_note(folder)),
@@ -185,10 +189,9 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, ui: Ui) -> Repo
     """Train in the run's folder, which is locked meanwhile."""
     from trainer.training.loop import Loop
 
-    recipe, sharding = run.recipe, run.job.setup.forward_config.sharding
+    sharding = run.job.setup.forward_config.sharding
     reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
-    keep = recipe.checkpoint.keep
-    with _open_store(run, keep, str(sharding.mesh)) as store:
+    with _open_store(run, str(sharding.mesh), ui) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         if run.group.index == 0:
@@ -203,42 +206,16 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, ui: Ui) -> Repo
     return finished_report(run, reporter.fields)
 
 
-def _open_store(run: Run, keep: Any, mesh: str) -> Any:
-    if run.group.index:
-        return FollowerStore(run.folder)
+def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
     return RunFolder(
         run.folder,
         run.start_checkpoint,
         name=run.recipe.name,
-        keep=keep,
+        keep=run.recipe.checkpoint.keep,
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,
+        group=run.group,
+        free_memory_nbytes=free_memory,
+        note=ui.warn,
     )
-
-
-class FollowerStore:
-    """Placeholder of the store of a process that does not write."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> FollowerStore:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-    def clear(self) -> None:
-        """Do nothing."""
-
-    def steps(self) -> list[int]:
-        """Return the saved steps."""
-        return saved_steps(self.folder)
-
-    def open(self, step: int) -> ItemReader:
-        """Open a step."""
-        return open_reader(step_folder(self.folder, step))
-
-    def save(self, step: int, leaves: Mapping[str, Any], manifest_fields: Mapping[str, Any]) -> None:
-        """Do nothing."""

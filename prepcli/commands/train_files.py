@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER
 from prepcli.commands.train_run import Run
 from prepcli.commands.train_start import INIT_FOLDER
 from prepcli.engine.files import io_error
-from prepcli.errors import PrepError
-from prepcli.execution.run_folder import LOCK
 from prepcli.formats.run_steps import saved_steps
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
@@ -18,24 +17,7 @@ from trainer.recipe.tables import keys_of, value_of
 if TYPE_CHECKING:
     from trainer.training.metrics import MetricsLog
 
-RECIPE_FILE = "recipe.toml"
 RUNS_FOLDER = Path("runs")
-TOKENS_FOLDER = "data"  # in a run's folder: the tokens of the datasets
-
-
-def check_run_folder(folder: Path) -> None:
-    """Raise PrepError if the path is a file, or a folder that is neither empty nor a run.
-
-    The folder of a failed or killed start may contain only an init, tokens or a lock.
-    """
-    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
-
-    run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
-    is_run = bool(saved_steps(folder)) or any((folder / name).exists() for name in run_files)
-    if folder.is_dir() and any(folder.iterdir()) and not is_run:
-        raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")
-    if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder} already exists", "it is a file, and a run is a folder", "`--out NAME`")
 
 
 def kept_note(folder: Path) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_checks import check_machine, disk_warnings
-from prepcli.commands.train_files import TOKENS_FOLDER, changed_keys
+from prepcli.commands.train_files import changed_keys
+from prepcli.commands.train_folder import TOKENS_FOLDER
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.console.ui import Ui

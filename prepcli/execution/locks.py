@@ -22,9 +22,15 @@ def acquire_lock(path: Path, locked_path: Path) -> int:
 
     Raises:
         PrepError: Another process holds the lock; the error names it and `locked_path`.
+        OSError: The file system has no locks, or the file cannot be opened.
     """
     fd = _open(path)
-    if not _try_flock(fd, fcntl.LOCK_EX):
+    try:
+        is_free = _try_flock(fd, fcntl.LOCK_EX)
+    except OSError:  # the file system has no locks
+        os.close(fd)
+        raise
+    if not is_free:
         raise _locked_error(fd, locked_path)
     _write_holder(fd)
     return fd

@@ -1,49 +1,53 @@
 """The folder of a training run: one checkpoint per saved step, `STEP/state/` with `STEP/prep-manifest.json`.
 
-A save is a conversion whose source is memory. It is staged as `STEP.partial` and renamed once it is durable. An old
-step is renamed to `STEP.removed.partial` before it is deleted, so a folder called
-STEP is always complete.
+A save is a conversion whose source is memory, of one process or of all processes of the run. It is staged as
+`STEP.partial` and renamed once it is durable. An old step is renamed to `STEP.removed.partial` before it is deleted, so
+a folder called STEP is always complete.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from prepcli.console.progress import NullProgress
-from prepcli.engine import pipeline
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import io_error
-from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.errors import PrepError
-from prepcli.execution.block_checksums import checksum_recorder
-from prepcli.execution.execute import check_free_space, identify_run, open_sink
-from prepcli.execution.finalize import finalize_output
+from prepcli.execution.agreement import agree
+from prepcli.execution.background_save import BackgroundSave, FinishedSave
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import fsync_path, remove_path
-from prepcli.execution.staging import open_staging, remove_work_folder
+from prepcli.execution.staging import remove_work_folder
+from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
 from prepcli.formats.manifest import PREP_KEYS, STATE_ITEM
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.planning.plan import Plan, SmallFile
+from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.source import HF_FOLDER, small_files
 from prepcli.targets.hf_folder import copied_files, settings_files
 from prepcli.targets.training_step import plan_training_step
-from trainer.models.checkpoint_store import HostLeaf, LeafSpec
+from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 
 LOCK = ".lock"
-MEMORY_NBYTES = 256 << 20  # budget of a save, without the leaf that is fetched
+NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+SINGLE = SingleProcess()
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
 
 class RunFolder:
-    """The checkpoints of one run: a CheckpointStore that one process writes at a time."""
+    """The checkpoints of one run: a CheckpointStore that the processes of one job write at a time."""
 
     def __init__(
         self,
@@ -58,6 +62,9 @@ class RunFolder:
         rules: Sequence[str] | None = None,
         scan: bool | None = None,
         scan_axis: int | None = None,
+        group: ProcessGroup = SINGLE,
+        free_memory_nbytes: Callable[[], int | None] = lambda: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the folder, lock it, and remove files that killed processes left there.
 
@@ -72,6 +79,9 @@ class RunFolder:
             rules: Partition rules.
             scan: Whether layers are stacked.
             scan_axis: Axis of the stacked layers.
+            group: Processes of the run. Process 0 locks the folder, and creates and removes steps.
+            free_memory_nbytes: Returns the free memory of the host; None if a copy of a state always fits.
+            note: Prints a line for the user.
 
         Raises:
             PrepError: Another process holds the run.
@@ -87,20 +97,33 @@ class RunFolder:
         self._extra_files()  # raises before the first step if a link leaves the checkpoint
         self._run_folder, self._keep, self._request = run_folder, keep, request
         self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
-        self._lock = self._acquire_lock()
-        self._remove_leftovers()
+        self._group, self._free_memory_nbytes = group, free_memory_nbytes
+        self._pending: BackgroundSave | None = None
+        self._lock = -1
+        if self._is_first:
+            self._lock = self._acquire_lock(note)
+            self._remove_leftovers()
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is process 0 of the run."""
+        return self._group.index == 0
 
     def _extra_files(self) -> tuple[SmallFile, ...]:
         """Return the tokenizer and other files of the model, from the newest step."""
         return copied_files(small_files(self._hf_folder), self._hf_folder.parent, path_prefix=f"{HF_FOLDER}/")
 
-    def _acquire_lock(self) -> int:
+    def _acquire_lock(self, note: Callable[[str], None]) -> int:
+        """Return the descriptor of the run's lock; -1 on a file system without locks."""
         try:
             self._run_folder.mkdir(parents=True, exist_ok=True)
             fsync_path(self._run_folder.parent)
             return acquire_lock(self._run_folder / LOCK, self._run_folder)
         except OSError as error:
-            raise io_error(self._run_folder, error) from error
+            if error.errno not in NO_LOCK_ERRORS:
+                raise io_error(self._run_folder, error) from error
+            note(f"{self._run_folder} cannot be locked ({error.strerror}): start no second run there meanwhile")
+            return -1
 
     def _remove_leftovers(self) -> None:
         try:
@@ -119,7 +142,14 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None:
+                self._wait_for_save()
+            elif self._group.count == 1 or isinstance(error, PrepError):  # else a process may be lost
+                with contextlib.suppress(Exception):
+                    self._wait_for_save()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Release the lock of the run."""
@@ -129,7 +159,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps()) if self._is_first else ():
             self._remove_step(step)
 
     def steps(self) -> list[int]:
@@ -139,6 +169,47 @@ class RunFolder:
     def open(self, step: int) -> ItemReader:
         """Open the checkpoint of a step; PrepError if it is damaged or missing."""
         return open_reader(step_folder(self._run_folder, step))
+
+    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+        """Copy the leaves to host memory, and save them in the background.
+
+        If less than twice the memory of the copy is free, the step is saved before the return instead, and each leaf
+        is fetched when it is written.
+
+        Args:
+            step: A step without a checkpoint.
+            leaves: All leaves, with the shards of this process.
+            manifest_fields: Additional keys of the manifest.
+
+        Returns:
+            The save. All processes of the run start the same saves.
+
+        Raises:
+            PrepError: An earlier save failed, or the step cannot be written.
+            ValueError: `manifest_fields` has a key that prep writes itself.
+        """
+        self._wait_for_save()
+        if self._has_memory(leaves):
+            copies = {
+                name: leaf.copy_shards() if self._group.count > 1 else leaf.copy() for name, leaf in leaves.items()
+            }
+            self._pending = BackgroundSave(partial(self._save, step, copies, manifest_fields))
+            return self._pending
+        start_s = time.monotonic()
+        self._save(step, leaves, manifest_fields)
+        return FinishedSave(time.monotonic() - start_s)
+
+    def _has_memory(self, leaves: Mapping[str, HostLeaf]) -> bool:
+        """Return whether a copy of the leaves takes at most half of the free memory."""
+        free_nbytes = self._free_memory_nbytes()
+        copy_nbytes = sum(leaf.num_elements * itemsize(leaf.dtype) for leaf in leaves.values())
+        return free_nbytes is None or copy_nbytes <= free_nbytes // 2
+
+    def _wait_for_save(self) -> None:
+        """Wait for the save in the background; raise its error."""
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.wait()
 
     def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
         """Save a checkpoint, then remove old steps. An error leaves all other steps complete.
@@ -152,41 +223,37 @@ class RunFolder:
             PrepError: The step exists, or cannot be written.
             ValueError: `manifest_fields` has a key that prep writes itself.
         """
+        self._wait_for_save()
+        self._save(step, leaves, manifest_fields)
+
+    def _save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
         if reserved := PREP_KEYS & {*manifest_fields}:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
         out = step_folder(self._run_folder, step)
-        if os.path.lexists(out):
+        with agree(self._group, f"save-{step}-begun"):
+            self._check_new_step(out)
+            writer = StepWriter(self._plan(step, leaves, manifest_fields), out, leaves)
+        try:
+            if self._group.count > 1:
+                writer.write_together(self._group, f"save-{step}")
+            else:
+                writer.write()
+        except BaseException:
+            if self._is_first:
+                shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
+            raise
+        self._hf_folder = out / STATE_ITEM / HF_FOLDER
+        with agree(self._group, f"save-{step}-ended"):
+            self._remove_old_steps()
+
+    def _check_new_step(self, out: Path) -> None:
+        if self._is_first and os.path.lexists(out):
             raise PrepError(
                 f"{out} exists", "a saved step is not overwritten", "remove the folder, or save another step"
             )
-        plan = self._plan(step, leaves, manifest_fields)
-        try:
-            self._write(plan, out, list(leaves.values()))
-        except BaseException:
-            shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
-            raise
-        self._hf_folder = out / STATE_ITEM / HF_FOLDER
-        self._remove_old_steps()
-
-    def _write(self, plan: Plan, out: Path, leaves: Sequence[HostLeaf]) -> None:
-        with open_staging(out) as stage:
-            run_identity = identify_run(replace(plan, small_files=()))  # their paths differ after each save
-            stage.open(run_identity, restart=True)
-            check_free_space(plan, stage.folder)
-            with open_sink(plan, stage) as sink:
-                spend = make_budget(MEMORY_NBYTES)
-                checksums = checksum_recorder(plan, stage)
-                source = HostLeafReader(leaves)
-                outcome = pipeline.run(
-                    plan.streams, source, sink=sink, budget=spend, progress=NullProgress(), checksums=checksums
-                )
-            if checksums:
-                checksums.save()
-            finalize_output(plan, stage, run_identity=run_identity, outcome=outcome)
-            stage.publish()
 
     def _remove_old_steps(self) -> None:
-        if isinstance(self._keep, str):
+        if isinstance(self._keep, str) or not self._is_first:
             return
         for step in self.steps()[: -self._keep]:
             self._remove_step(step)

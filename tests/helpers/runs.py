@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from prepcli.execution.background_save import FinishedSave
 from trainer.data.order import SampleOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
@@ -161,11 +162,12 @@ class MemoryStore:
     def open(self, step: int) -> MemoryReader:
         return self.saved[step]
 
-    def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
+    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> FinishedSave:
         assert step not in self.saved
         self.saved[step] = MemoryReader(
             {name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(manifest_fields)
         )
+        return FinishedSave(0.0)
 
 
 @dataclass

@@ -49,7 +49,9 @@ def make_state(params: TrainingState, step: int, seed: int = 0) -> TrainingState
 
 def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
     """Return the leaves of a state as a trainer passes them to a checkpoint store."""
-    return {name: HostLeaf(v.shape, v.dtype.name, partial(state.__getitem__, name)) for name, v in state.items()}
+    return {
+        name: HostLeaf.whole(v.shape, v.dtype.name, fetch=partial(state.__getitem__, name)) for name, v in state.items()
+    }
 
 
 def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **options: Any) -> None:

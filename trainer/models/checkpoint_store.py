@@ -6,6 +6,7 @@ A training state is one flat mapping from dotted name to leaf: `params.embed.tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,18 +25,69 @@ class LeafSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HostShard:
+    """A part of a leaf to be saved.
+
+    Attributes:
+        box: Its box of the leaf.
+        fetch: Returns its values on the host. They may be a view of the state, which the next training step changes.
+            Called once.
+    """
+
+    box: Box
+    fetch: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
 class HostLeaf:
     """A leaf to be saved.
 
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        fetch: Copies the whole leaf to the host, in C order. Called once, right before the leaf is written.
+        shards: The parts that this process saves. The shards of all processes cover every element once.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    fetch: Callable[[], np.ndarray]
+    shards: tuple[HostShard, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], dtype: str, *, fetch: Callable[[], np.ndarray]) -> HostLeaf:
+        """Return a leaf that this process saves as one shard."""
+        return cls(shape, dtype, (HostShard(tuple((0, extent) for extent in shape), fetch),))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements in the shards of this process."""
+        return sum(math.prod(stop - start for start, stop in shard.box) for shard in self.shards)
+
+    def fetch(self) -> np.ndarray:
+        """Return the whole leaf on the host, perhaps as a view of the state; its shards must cover it."""
+        return self.shards[0].fetch() if len(self.shards) == 1 else self._join()
+
+    def copy(self) -> HostLeaf:
+        """Return the whole leaf with a copy of its values; its shards must cover it. A fetch hands the copy over."""
+        values = [self._join()]
+        return HostLeaf.whole(self.shape, self.dtype, fetch=values.pop)
+
+    def copy_shards(self) -> HostLeaf:
+        """Return the leaf with a copy of each shard's values. A fetch hands the copy over."""
+        copies = tuple(HostShard(shard.box, [np.array(shard.fetch())].pop) for shard in self.shards)
+        return HostLeaf(self.shape, self.dtype, copies)
+
+    def _join(self) -> np.ndarray:
+        first, *others = self.shards
+        values = first.fetch()
+        leaf = np.empty(self.shape, values.dtype)
+        leaf[_index(first.box)] = values
+        for shard in others:
+            leaf[_index(shard.box)] = shard.fetch()
+        return leaf
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in box)
 
 
 class CheckpointReader(Protocol):
@@ -56,6 +108,23 @@ class CheckpointReader(Protocol):
         ...
 
 
+class PendingSave(Protocol):
+    """A save of a checkpoint."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, also by an error."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until the checkpoint is complete and durable; return the seconds that the save took.
+
+        Raises:
+            PrepError: The checkpoint cannot be written.
+        """
+        ...
+
+
 class CheckpointStore(Protocol):
     """The checkpoints of one run, by step."""
 
@@ -67,13 +136,16 @@ class CheckpointStore(Protocol):
         """Open the checkpoint of a step; raise PrepError if it is damaged."""
         ...
 
-    def save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
-        """Save a checkpoint; on return it is complete and durable.
+    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+        """Begin to save a checkpoint. The leaves may change after the call.
 
         Args:
             step: Step of the state.
             leaves: The state's leaves by dotted name.
             manifest_fields: Extra entries for the manifest.
+
+        Returns:
+            The save, which may go on in the background. The next one begins after its end.
 
         Raises:
             PrepError: The checkpoint cannot be written.

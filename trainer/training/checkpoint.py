@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from trainer.distributed.sharding import ShardingContext
-from trainer.models.checkpoint_store import CheckpointReader, HostLeaf, LeafSpec
+from trainer.models.checkpoint_store import CheckpointReader, HostLeaf, HostShard, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, unflatten_tree
 from trainer.models.partition import Box
@@ -86,7 +85,7 @@ def load_params(
 
 
 def host_leaves(state: TrainState, optimizer_state: bool = True) -> dict[str, HostLeaf]:
-    """Return every leaf of the state by name, to be fetched to the host one at a time.
+    """Return every leaf of the state by name, with the shards that this process saves.
 
     Args:
         state: The training state.
@@ -94,33 +93,28 @@ def host_leaves(state: TrainState, optimizer_state: bool = True) -> dict[str, Ho
     """
     kept = state if optimizer_state else {name: value for name, value in state.items() if name != OPT_STATE}
     leaves = jax.tree_util.tree_flatten_with_path(kept)[0]
-    return {leaf_name(path): _host_leaf(leaf) for path, leaf in leaves}
+    return {leaf_name(path): _host_leaf(leaf, number) for number, (path, leaf) in enumerate(leaves)}
 
 
-def gathered_leaves(leaves: Mapping[str, HostLeaf]) -> dict[str, HostLeaf]:
-    """Return leaves whose values are in the memory of this host; all processes call it together."""
-    values = {name: leaf.fetch() for name, leaf in leaves.items()}
-    return {name: HostLeaf(leaf.shape, leaf.dtype, partial(values.get, name)) for name, leaf in leaves.items()}
+def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:
+    """Return leaf `number` of a state. Replicas take turns, leaf by leaf, so that all processes save a part."""
+    shard_counts = (-(-n // max(1, m)) for n, m in zip(leaf.shape, leaf.sharding.shard_shape(leaf.shape)))
+    num_replicas = len(leaf.sharding.device_set) // max(1, math.prod(shard_counts))
+    shards = tuple(
+        HostShard(_box(shard.index, leaf.shape), partial(_fetch_shard, shard))
+        for shard in leaf.addressable_shards
+        if shard.replica_id == number % num_replicas
+    )
+    return HostLeaf(leaf.shape, leaf.dtype.name, shards)
 
 
-def _host_leaf(leaf: jax.Array) -> HostLeaf:
-    return HostLeaf(leaf.shape, leaf.dtype.name, lambda: _fetch(leaf))
+def _fetch_shard(shard: jax.Shard) -> np.ndarray:
+    """Return a shard's values on the host; on a CPU device they are a view of the shard.
 
-
-def _fetch(leaf: jax.Array) -> np.ndarray:
-    """Copy a leaf to the host.
-
-    A JAX array caches its host copy for as long as it lives. Fetching each shard through a temporary array frees the
-    copy early.
+    A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early.
     """
-    if not leaf.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-    host = np.empty(leaf.shape, leaf.dtype)
-    for shard in leaf.global_shards:
-        if shard.replica_id == 0:
-            data = shard.data
-            host[shard.index] = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
-    return host
+    data = shard.data
+    return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:

@@ -14,9 +14,9 @@ from jax import Array
 
 from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset
-from trainer.models.checkpoint_store import CheckpointStore
+from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
-from trainer.training.checkpoint import gathered_leaves, host_leaves
+from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsLog, StepTimer
@@ -137,6 +137,7 @@ class Loop:
         self.poll_stop_reason = poll_stop_reason
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
+        self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
         self.timer = StepTimer()
         self.eval_step = jit_eval_step(job.setup.model, job.setup.forward_config)
@@ -159,11 +160,13 @@ class Loop:
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(METRICS_LAG)
+            self._report_save()
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)
         if not reason and self._should_evaluate_at_end():
             self._evaluate()
         self._save()
+        self._wait_for_save()
         return RunResult(self.step, reason)
 
     def _stop_reason(self) -> str:
@@ -252,22 +255,30 @@ class Loop:
         self.timer.resume()
 
     def _save(self) -> None:
-        """Save this step unless it is saved already; raise PrepError if the state is not finite."""
+        """Begin to save this step unless it is saved already; raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
         self._drain_metrics(0)
         self.timer.pause()
-        start_s = self.timer.clock()
+        self._wait_for_save()
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
         leaves = host_leaves(self.state, self.job.optimizer_state)
-        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(self.state)):
-            leaves = gathered_leaves(leaves)
-        self.store.save(self.step, leaves, self.job.manifest_fields)
+        self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
-        self.callbacks.on_save(self.step, self.timer.clock() - start_s)
         self.timer.resume()
+
+    def _report_save(self) -> None:
+        """Report a save that has ended since the last call; raise its PrepError if it failed."""
+        if self.pending_save and self.pending_save[1].is_done:
+            self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
+        """Wait for the save in the background, and report it; raise its PrepError if it failed."""
+        if self.pending_save:
+            (step, save), self.pending_save = self.pending_save, None
+            self.callbacks.on_save(step, save.wait())
 
     def _divergence_error(self, step: int, consecutive_skips: int) -> PrepError:
         what = f"no finite loss in {consecutive_skips} steps, up to step {step}"

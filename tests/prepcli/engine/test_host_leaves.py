@@ -17,7 +17,7 @@ from trainer.models.checkpoint_store import HostLeaf
 
 
 def leaf(array: np.ndarray) -> HostLeaf:
-    return HostLeaf(array.shape, array.dtype.name, lambda: array)
+    return HostLeaf.whole(array.shape, array.dtype.name, fetch=lambda: array)
 
 
 @given(st.integers(0, 9000), st.integers(1, 3000))
@@ -48,7 +48,7 @@ def test_leaf_is_fetched_once_and_released_at_its_end():
         return array
 
     leaves, into = (
-        HostLeafReader([HostLeaf((100,), "uint8", fetch), leaf(np.zeros((), np.int32))]),
+        HostLeafReader([HostLeaf.whole((100,), "uint8", fetch=fetch), leaf(np.zeros((), np.int32))]),
         allocate_buffer(PAGE),
     )
     assert fetched == []
@@ -73,6 +73,6 @@ def test_read_run_accepts_any_memory_order_and_dtype():
 
 @pytest.mark.parametrize("fetched", [np.zeros((2, 3), np.float32), np.zeros((3, 2), np.float16)])
 def test_read_run_rejects_other_shape_or_dtype(fetched: np.ndarray):
-    leaves = HostLeafReader([HostLeaf((3, 2), "float32", lambda: fetched)])
+    leaves = HostLeafReader([HostLeaf.whole((3, 2), "float32", fetch=lambda: fetched)])
     with pytest.raises(ValueError, match=r"a leaf of \(3, 2\) float32 was fetched as"):
         leaves.read_run(StridedCopy(0, 0, 0, 24), allocate_buffer(PAGE))

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,10 @@ def test_save_fetches_each_leaf_once_in_the_callers_thread(init: Path, params: T
         fetched.append((name, threading.get_ident()))
         return state[name]
 
-    leaves = {name: replace(leaf, fetch=partial(fetch, name)) for name, leaf in host_leaves(state).items()}
+    leaves = {
+        name: HostLeaf.whole(leaf.shape, leaf.dtype, fetch=partial(fetch, name))
+        for name, leaf in host_leaves(state).items()
+    }
     with RunFolder(run, init, name="tuned") as store:
         store.save(1, leaves, {})
     assert sorted(name for name, _ in fetched) == sorted(state)
@@ -198,7 +200,7 @@ def no_fetch() -> np.ndarray:
 def test_failed_save_leaves_other_steps_unchanged(init: Path, params: TrainingState, run: Path):
     save_steps(run, init, {1: make_state(params, 1)})
     before = files_of(run / "1")
-    broken = host_leaves(params) | {"params.final_norm.bias": HostLeaf((64,), "float32", no_fetch)}
+    broken = host_leaves(params) | {"params.final_norm.bias": HostLeaf.whole((64,), "float32", fetch=no_fetch)}
     with RunFolder(run, init, name="tuned", keep=1) as store:
         with pytest.raises(RuntimeError, match="the device is lost"):
             store.save(2, broken, {})

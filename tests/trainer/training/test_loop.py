@@ -246,3 +246,52 @@ def test_loop_logs_the_time_of_every_step(setup: runs.StepSetup, tmp_path: Path)
         patch.setattr(loop_run, "_compile_step", lambda: device)
         loop_run.run()
     assert [line["seconds"] for line in read_metrics(tmp_path / METRICS_FILE) if "loss" in line] == [1.0] * 7
+
+
+class DelayedSave:
+    """A PendingSave that ends after it has been asked `polls` times."""
+
+    def __init__(self, polls: int, error: PrepError | None = None) -> None:
+        self.polls, self.error = polls, error
+
+    @property
+    def is_done(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def wait(self) -> float:
+        if self.error:
+            raise self.error
+        return 1.0
+
+
+class DelayedStore(runs.MemoryStore):
+    """A store whose saves end later, or fail."""
+
+    save_error: PrepError | None = None
+
+    def start_save(self, step: int, *args: Any) -> Any:
+        super().start_save(step, *args)
+        return DelayedSave(2, self.save_error)
+
+
+def test_loop_takes_steps_during_a_save(setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reports: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        runs.RecordingCallbacks,
+        "on_save",
+        lambda self, step, seconds: reports.append((step, self.lines[-1]["step"])),
+    )
+    FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=5), DelayedStore())
+    assert [step for step, _ in reports] == [5, 10, 12]
+    assert reports[0][1] > 5, "steps are logged before the save of step 5 has ended"
+    assert reports[1][1] == reports[2][1] == 12, "the next save waits for the one before"
+
+
+def test_loop_raises_the_error_of_a_save(setup: runs.StepSetup, tmp_path: Path):
+    store = DelayedStore()
+    store.save_error = PrepError("the disk is full")
+    with pytest.raises(PrepError, match="the disk is full"):
+        FinishedRun(tmp_path, runs.make_job(setup, steps=12, save_every=2), store)
+    assert store.steps() == [2]
+    assert max(line["step"] for line in read_metrics(tmp_path / METRICS_FILE)) < 6

@@ -1,0 +1,64 @@
+"""Write shards of leaves from host memory into the chunks of an output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prepcli.engine.checksum_recorder import ChecksumRecorder
+from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer
+from prepcli.engine.fills import numpy_dtype
+from prepcli.planning.boxes import Box
+from prepcli.planning.plan import OutputLeaf
+from prepcli.planning.shard_copies import shard_copies
+from prepcli.planning.strided_copies import StridedCopy
+from trainer.models.checkpoint_store import HostLeaf, HostShard
+
+MAX_UNSYNCED_NBYTES = 256 << 20
+
+
+def write_shards(
+    leaves: Iterable[tuple[OutputLeaf, HostLeaf]], sink: Files, *, checksums: ChecksumRecorder | None
+) -> None:
+    """Write the shards of leaves to an output, and make them durable.
+
+    Host memory holds one shard and a copy of one chunk beside the shards that are there already.
+
+    Args:
+        leaves: Leaves of the output, each with the shards to write.
+        sink: Files of the output.
+        checksums: Records the checksums of written blocks.
+
+    Raises:
+        PrepError: A file cannot be written.
+    """
+    unsynced_nbytes = 0
+    for output_leaf, leaf in leaves:
+        for shard in leaf.shards:
+            for copy, data in _chunk_data(output_leaf, shard):
+                if checksums:
+                    checksums.record((copy,), data)
+                sink.write((copy,), data)
+                unsynced_nbytes += data.size
+                if unsynced_nbytes >= MAX_UNSYNCED_NBYTES:
+                    sink.sync()
+                    unsynced_nbytes = 0
+    sink.sync()
+
+
+def _chunk_data(leaf: OutputLeaf, shard: HostShard) -> Iterator[tuple[StridedCopy, ByteArray]]:
+    """Yield the copy to each chunk and its bytes, with the page offset of the file as direct I/O needs it."""
+    values = shard.fetch()
+    shape = tuple(stop - start for start, stop in shard.box)
+    if (values.shape, values.dtype) != (shape, numpy_dtype(leaf.dtype)):
+        raise ValueError(f"a shard of {leaf.name} was fetched as {values.shape} {values.dtype}, not {shape}")
+    buffer = allocate_buffer(min(values.nbytes, leaf.chunk_nbytes) + 2 * PAGE)
+    for part, copy in shard_copies(leaf, shard.box):
+        page_offset = copy.file_offset % PAGE
+        data = buffer[page_offset : page_offset + copy.nbytes]
+        piece = values[_relative_index(part, shard.box)]
+        data.view(values.dtype).reshape(piece.shape)[...] = piece
+        yield copy, data
+
+
+def _relative_index(part: Box, box: Box) -> tuple[slice, ...]:
+    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, box))

@@ -1,0 +1,47 @@
+"""All processes must see the run's folder of process 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.execution.shared_folder import TOKEN_PREFIX, check_shared_folder
+from tests.helpers.thread_groups import run_together
+from trainer.distributed.process_group import SingleProcess
+
+
+def test_check_shared_folder_creates_the_folder(tmp_path: Path):
+    folder = tmp_path / "runs/tuned"
+    assert run_together(3, lambda group: check_shared_folder(folder, group)) == [None] * 3
+    assert list(folder.iterdir()) == []
+
+
+def test_check_shared_folder_fails_in_all_processes(tmp_path: Path):
+    """Process 1 has a folder of its own."""
+    errors = run_together(2, lambda group: check_shared_folder(tmp_path / f"host{group.index}", group))
+    assert all(isinstance(error, PrepError) for error in errors)
+    assert "does not see the run's folder of process 0" in errors[1].what
+    assert errors[0].what == f"process 1: {errors[1].what}"
+    assert errors[0].hint == "`--out FOLDER` on a file system that all hosts share"
+    assert list((tmp_path / "host0").iterdir()) == []
+
+
+def test_check_shared_folder_names_an_unwritable_folder(tmp_path: Path):
+    (tmp_path / "file").touch()
+    errors = run_together(2, lambda group: check_shared_folder(tmp_path / "file/run", group))
+    assert all("cannot read or write" in error.what for error in errors)
+
+
+def test_check_shared_folder_removes_tokens_of_killed_processes(tmp_path: Path):
+    (tmp_path / f"{TOKEN_PREFIX}old").touch()
+    check_shared_folder(tmp_path, SingleProcess())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "1"])
+def test_check_shared_folder_keeps_other_files(tmp_path: Path, name: str):
+    (tmp_path / name).touch()
+    check_shared_folder(tmp_path, SingleProcess())
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -1,0 +1,172 @@
+"""Steps that several processes write together equal those of one process; a failure of one fails all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import PrepError
+from prepcli.execution.run_folder import RunFolder
+from tests.helpers.thread_groups import run_together
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.training_states import TrainingState, host_leaves, make_state, read_params, save_steps
+from trainer.distributed.process_group import ProcessGroup
+from trainer.models.checkpoint_store import HostLeaf, HostShard
+
+DEVICES = 8
+
+
+@pytest.fixture(scope="module")
+def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an init for a mesh, with a padded vocabulary."""
+    folder = tmp_path_factory.mktemp("start")
+    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
+    options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
+    assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
+    return folder / "m-init"
+
+
+@pytest.fixture(scope="module")
+def state(init: Path) -> TrainingState:
+    return make_state(read_params(init), 1)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def shards_of(value: np.ndarray, index: int, count: int) -> tuple[HostShard, ...]:
+    """Return the shards of process `index` of `count`: the last dim that 2, 4 or 8 devices divide is split."""
+    splits = [(dim, n) for dim, extent in enumerate(value.shape) for n in (2, 4, DEVICES) if extent % n == 0]
+    dim, n = splits[-1] if splits else (0, 1)
+    shards = []
+    for device in range(n):
+        box = [(0, extent) for extent in value.shape]
+        if splits:
+            length = value.shape[dim] // n
+            box[dim] = (device * length, (device + 1) * length)
+        if device * count // n == index:  # consecutive devices belong to one process
+            shards.append(HostShard(tuple(box), partial(_cut, value, tuple(box))))
+    return tuple(shards)
+
+
+def _cut(value: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return value[tuple(itertools.starmap(slice, box))]
+
+
+def own_leaves(state: TrainingState, group: ProcessGroup) -> dict[str, HostLeaf]:
+    return {
+        name: HostLeaf(value.shape, value.dtype.name, shards_of(value, group.index, group.count))
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_write_the_files_of_one_process(init: Path, state: TrainingState, tmp_path: Path, count: int):
+    save_steps(tmp_path / "one", init, {1: state, 2: state}, keep=1)
+
+    def save(group: ProcessGroup) -> None:
+        with RunFolder(tmp_path / "many", init, name="tuned", keep=1, group=group) as store:
+            for step in (1, 2):
+                store.start_save(step, own_leaves(state, group), {"recipe": f"steps = {step}"}).wait()
+
+    assert run_together(count, save) == [None] * count
+    assert files_of(tmp_path / "many/2") == files_of(tmp_path / "one/2")
+    assert sorted(path.name for path in (tmp_path / "many").iterdir()) == [".lock", "2"]
+    assert main(["verify", str(tmp_path / "many"), "-q"]) == 0
+
+
+def no_fetch() -> np.ndarray:
+    raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_save_fails_in_all_processes(init: Path, state: TrainingState, tmp_path: Path, failing: int):
+    save_steps(tmp_path / "run", init, {1: state})
+    before = files_of(tmp_path / "run/1")
+
+    def save(group: ProcessGroup) -> None:
+        leaves = own_leaves(state, group)
+        if group.index == failing:
+            leaf = leaves["params.embed.tokens"]
+            broken = HostShard(leaf.shards[0].box, no_fetch)
+            leaves["params.embed.tokens"] = HostLeaf(leaf.shape, leaf.dtype, (broken, *leaf.shards[1:]))
+        with RunFolder(tmp_path / "run", init, name="tuned", group=group, keep=1) as store:
+            store.save(2, leaves, {})
+
+    errors = run_together(2, save)
+    assert str(errors[failing]) == "the device is lost"
+    other_error = errors[1 - failing]
+    assert isinstance(other_error, PrepError)
+    assert other_error.what == f"process {failing}: the work failed"
+    assert "RuntimeError: the device is lost" in other_error.why
+    assert files_of(tmp_path / "run/1") == before
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "1"]
+
+
+def test_start_save_saves_the_values_of_its_call(init: Path, state: TrainingState, tmp_path: Path):
+    values = {name: value.copy() for name, value in state.items()}
+    with RunFolder(tmp_path / "run", init, name="tuned") as store:
+        save = store.start_save(1, host_leaves(values), {"recipe": "steps = 1"})
+        for value in values.values():
+            value[...] = 0
+        assert save.wait() > 0
+        assert save.is_done
+    save_steps(tmp_path / "expected", init, {1: state})
+    assert files_of(tmp_path / "run/1") == files_of(tmp_path / "expected/1")
+
+
+@pytest.mark.parametrize(("free_nbytes", "is_copied"), [(None, True), (1 << 40, True), (1000, False)])
+def test_start_save_copies_only_into_free_memory(
+    init: Path, state: TrainingState, tmp_path: Path, free_nbytes: int | None, is_copied: bool, monkeypatch
+):
+    copies: list[HostLeaf] = []
+    copy = HostLeaf.copy
+    monkeypatch.setattr(HostLeaf, "copy", lambda leaf: copies.append(leaf) or copy(leaf))
+    with RunFolder(tmp_path / "run", init, name="tuned", free_memory_nbytes=lambda: free_nbytes) as store:
+        save = store.start_save(1, host_leaves(state), {})
+        assert save.is_done or is_copied
+        save.wait()
+    assert bool(copies) == is_copied
+    assert store.steps() == [1]
+
+
+def test_run_folder_waits_for_a_save_at_its_end(init: Path, state: TrainingState, tmp_path: Path):
+    store = RunFolder(tmp_path / "run", init, name="tuned")
+
+    def diverge() -> None:
+        with store:
+            store.start_save(1, host_leaves(state), {})
+            raise PrepError("diverged")
+
+    with pytest.raises(PrepError, match="diverged"):
+        diverge()
+    assert store.steps() == [1]
+
+
+def test_run_folder_raises_the_error_of_a_save_at_its_end(init: Path, state: TrainingState, tmp_path: Path):
+    store = RunFolder(tmp_path / "run", init, name="tuned")
+    store.save(1, host_leaves(state), {})
+    store.start_save(1, host_leaves(state), {})
+    with pytest.raises(PrepError, match="1 exists"), store:
+        pass
+
+
+def test_run_folder_warns_on_a_file_system_without_locks(
+    init: Path, state: TrainingState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    notes: list[str] = []
+    with RunFolder(tmp_path / "run", init, name="tuned", note=notes.append) as store:
+        store.save(1, host_leaves(state), {})
+        assert store.steps() == [1]
+    assert notes == [f"{tmp_path}/run cannot be locked (No locks available): start no second run there meanwhile"]
