@@ -42,6 +42,7 @@ class WeightsReader:
     Attributes:
         manifest: The model's facts, as a manifest would record them.
         leaves: Shape and dtype of each leaf, by dotted name.
+        vocabulary: Vocabulary sizes of the leaves, padding included.
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
@@ -57,12 +58,13 @@ class WeightsReader:
         """
         vocabulary = source.vocabulary()
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
+        self.vocabulary = Vocabulary(vocabulary.true_size, padded_vocab_size)
         rows = source_rows(source)
         accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
         for check in accounting.checks:
             _check_equal(source, check, tensors)
-        config = with_vocabulary(source.config, Vocabulary(vocabulary.true_size, padded_vocab_size))
+        config = with_vocabulary(source.config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
             "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
             "rules": source.tree_manifest.get("rules", ()),
