@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
@@ -20,7 +21,7 @@ from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
-from prepcli.commands.train_start import check_restart_source, check_without_checksums, damage_hint, resolve_init
+from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_model_start, open_orbax_start
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
@@ -28,9 +29,8 @@ from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.shared_folder import check_shared_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.locate import locate
-from prepcli.sources.opening import open_source
+from prepcli.restore.item_reader import ItemReader
+from prepcli.restore.weights_reader import WeightsReader
 from trainer.models.process_address import process_address
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
@@ -84,13 +84,13 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
         note_durable_work(lambda: "" if request.dry_run else kept_note(folder)),
         ExitStack() as stack,
     ):
-        reader, sharding = _open_start_checkpoint(loaded, folder, request, group=group, ui=ui)
-        stack.enter_context(reader)
+        start, sharding = _open_start_checkpoint(loaded, folder, request, group=group, ui=ui)
+        stack.enter_context(start.reader)
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
             folder,
-            reader=reader,
+            start=start,
             sharding=sharding,
             scratch_dir=scratch_dir,
             request=request,
@@ -103,9 +103,9 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
             return dry_run_report(run)
         if run.step == run.job.steps:
             return finished_report(run)
-        if request.verify and not reader.is_checked:
-            _check_unchecked_source(run, reader, ui)
-        state = _load_train_state(run, reader)
+        if request.verify:
+            start.check_remaining(folder, ui, has_state=bool(run.step))
+        state = _load_train_state(run, start.reader)
     return _run_training(run, state, restart=request.restart, ui=ui)
 
 
@@ -122,8 +122,8 @@ def silence_jax(ui: Ui) -> None:
 
 def _open_start_checkpoint(
     loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, group: ProcessGroup, ui: Ui
-) -> tuple[ItemReader, ShardingContext]:
-    """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
+) -> tuple[StartCheckpoint, ShardingContext]:
+    """Open the run's last step, or else the recipe's checkpoint; return it and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.rule_text import merge_rules
@@ -138,25 +138,23 @@ def _open_start_checkpoint(
     check_inputs(loaded.recipe)
     check_devices(loaded.recipe, recipe_sharding)
     if last_step := _last_step(folder, request, group):
-        path = step_folder(folder, last_step)
+        start = open_orbax_start(step_folder(folder, last_step), folder, verify=request.verify)
     else:
-        path = resolve_init(
+        start = open_model_start(
             loaded.recipe,
             folder,
             sharding=recipe_sharding,
-            offline=request.offline,
-            dry_run=request.dry_run,
+            access=make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True),
+            verify=request.verify,
             check_config=partial(
                 check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
             ),
-            ui=ui,
         )
-    reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
-        check_restart_source(reader, folder)
-    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest), slices=slices)
+        check_restart_source(start, folder)
+    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest), slices=slices)
     check_batch(loaded.recipe, sharding)
-    return reader, sharding
+    return start, sharding
 
 
 def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
@@ -165,14 +163,7 @@ def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _check_unchecked_source(run: Run, reader: ItemReader, ui: Ui) -> None:
-    """Check the digests of a start checkpoint that has no checksums of its parts; raise PrepError for damage."""
-    source = open_source(locate(str(reader.folder)))
-    tensors = source.all_tensors if run.step else source.tensors
-    check_without_checksums(source, tensors, ui, hint=damage_hint(run.folder, run.start_checkpoint))
-
-
-def _load_train_state(run: Run, reader: ItemReader) -> TrainState:
+def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
     from trainer.training.checkpoint import init_state, restore_state
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER
 from prepcli.commands.train_run import Run
-from prepcli.commands.train_start import INIT_FOLDER
 from prepcli.engine.files import io_error
 from prepcli.formats.run_steps import saved_steps
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
@@ -23,11 +22,9 @@ RUNS_FOLDER = Path("runs")
 def kept_note(folder: Path) -> str:
     """Describe the data in a run's folder that the next start uses; empty if there is none."""
     kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    for name, description in ((TOKENS_FOLDER, "the tokens"), (INIT_FOLDER, "the converted checkpoint")):
-        complete_folders = [
-            path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")
-        ]
-        kept += [description] if complete_folders else []
+    tokens = (folder / TOKENS_FOLDER).glob("*")
+    if any(path.is_dir() and not path.name.endswith(".partial") for path in tokens):
+        kept.append("the tokens")
     return f"kept in {folder}: {', '.join(kept)}" if kept else ""
 
 

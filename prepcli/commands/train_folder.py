@@ -18,7 +18,7 @@ TOKENS_FOLDER = "data"  # the tokens of the datasets
 def check_run_folder(folder: Path) -> None:
     """Check that a run may be written to a folder.
 
-    The folder of a failed or killed start may contain only an init, tokens or a lock.
+    The folder of a failed or killed start may contain only tokens or a lock, or an init of an earlier prep.
 
     Raises:
         PrepError: The path is a URL, a file, or a folder that is neither empty nor a run.

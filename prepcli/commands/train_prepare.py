@@ -11,9 +11,9 @@ from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_folder import TOKENS_FOLDER
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
+from prepcli.commands.train_start import StartCheckpoint
 from prepcli.console.ui import Ui
-from prepcli.restore.item_reader import ItemReader
-from prepcli.sources.source import HF_FOLDER
+from prepcli.targets.training_step import StartModel
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
@@ -29,7 +29,7 @@ def prepare_run(
     loaded: LoadedRecipe,
     folder: Path,
     *,
-    reader: ItemReader,
+    start: StartCheckpoint,
     sharding: ShardingContext,
     scratch_dir: Path | None,
     request: TrainRequest,
@@ -41,7 +41,7 @@ def prepare_run(
     Args:
         loaded: Recipe and the origins of its values.
         folder: Folder of the run.
-        reader: Open start checkpoint.
+        start: Open start checkpoint.
         sharding: Devices and rules of the run.
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder; else None.
         request: Request of the command.
@@ -54,8 +54,8 @@ def prepare_run(
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
 
-    recipe, step = loaded.recipe, _resume_step(folder, reader)
-    manifest = reader.manifest if step else setup.override_config(reader.manifest, recipe)
+    recipe, step = loaded.recipe, _resume_step(folder, start)
+    manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -71,7 +71,7 @@ def prepare_run(
         is_dry_run=request.dry_run,
         force=request.force,
     )
-    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
+    folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
     datasets = setup.build_datasets(
@@ -96,7 +96,7 @@ def prepare_run(
     run = Run(
         loaded,
         folder,
-        start_checkpoint=reader.folder,
+        start_checkpoint=start.model,
         step=step,
         config=manifest["config"],
         job=job,
@@ -121,7 +121,8 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
         ui.warn(warning)
 
 
-def _resume_step(folder: Path, reader: ItemReader) -> int:
+def _resume_step(folder: Path, start: StartCheckpoint) -> int:
     """Return the step to resume from; 0 if the checkpoint is not a step of this run."""
-    is_own_step = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
-    return int(reader.manifest["step"]) if is_own_step else 0
+    if isinstance(start.model, StartModel) or folder.resolve() not in start.model.resolve().parents:
+        return 0
+    return int(start.manifest["step"]) if start.manifest.get("kind") == "train" else 0

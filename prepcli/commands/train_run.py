@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.targets.training_step import StartModel
 from trainer.recipe import LoadedRecipe, Recipe
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class TrainRequest:
     stop_after: int = 0  # steps in this process; 0: all
     dry_run: bool = False
     offline: bool = False
+    stream: bool = False  # read a hub model without a local copy
     verify: bool = True  # check the start checkpoint against its checksums
     force: bool = False  # start even if a step is estimated not to fit into memory
 
@@ -36,7 +38,7 @@ class Run:
 
     loaded: LoadedRecipe
     folder: Path
-    start_checkpoint: Path  # initial parameters, or the state to resume from
+    start_checkpoint: Path | StartModel  # initial parameters, or the state to resume from
     step: int
     config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
     job: Job
