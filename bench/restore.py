@@ -60,7 +60,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     import jax
 
     from prepcli.restore.item_reader import open_reader
-    from trainer.training.checkpoint import load_float32_params
+    from trainer.training.loading import load_float32_params
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory of earlier restores
@@ -112,7 +112,7 @@ def _setup(reader: Any, mesh: str) -> Any:
 
 
 def _state(reader: Any, setup: Any) -> Any:
-    from trainer.training.checkpoint import init_state, restore_state
+    from trainer.training.loading import init_state, restore_state
 
     return (restore_state if reader.manifest["kind"] == "train" else init_state)(reader, setup)
 

@@ -319,7 +319,7 @@ def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def _load_train_state(run: _Run, reader: ItemReader) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
-    from trainer.training.checkpoint import init_state, restore_state
+    from trainer.training.loading import init_state, restore_state
 
     if not run.step:
         return init_state(reader, run.job.setup)

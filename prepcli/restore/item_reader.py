@@ -79,9 +79,11 @@ class ItemReader:
     Attributes:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
-        leaves: Shape and dtype of each leaf, by dotted name.
+        leaves: Shape, dtype and read unit of each leaf, by dotted name.
         read_nbytes: Bytes read so far.
     """
+
+    is_remote = False
 
     def __init__(
         self,
@@ -101,7 +103,10 @@ class ItemReader:
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
         self._checksums, self._hint = checksums, hint
         self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
-        self.leaves = {meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype) for meta in item.arrays}
+        self.leaves = {
+            meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype, _read_unit(item, number))
+            for number, meta in enumerate(item.arrays)
+        }
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
         self._files = Files(item.files if len(item.files) <= MAX_OPEN_FILES else ())
@@ -205,6 +210,18 @@ class ItemReader:
                     _copy_to_arrays(piece, data)
         except (ValueError, OSError) as error:
             raise chunk_error(chunk.blob, chunk.index, error) from error
+
+
+def _read_unit(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
+    """Return the shape of the boxes of a leaf that are read as a whole: checksum blocks, or chunks to be decoded."""
+    meta = item.arrays[array_number]
+    if not is_read_directly(item, array_number) or not meta.chunk_shape:
+        return meta.chunk_shape
+    blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
+    axis, length = blocks.axis, meta.chunk_shape[blocks.axis]
+    is_regular = length == meta.shape[axis] or length % blocks.rows == 0  # blocks begin anew in each chunk
+    rows = min(blocks.rows, length) if is_regular else length
+    return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
 
 
 def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +20,7 @@ from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import StridedCopy, leaf_box_copies
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
+from prepcli.remote.remote_files import RemoteBlob
 from prepcli.restore.digest_checks import check_tensor
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from trainer.models import checkpoint_store
@@ -41,7 +43,8 @@ class WeightsReader:
 
     Attributes:
         manifest: The model's facts, as a manifest would record them.
-        leaves: Shape and dtype of each leaf, by dotted name.
+        leaves: Shape, dtype and read unit of each leaf, by dotted name.
+        is_remote: Whether the source's files are on a server.
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
@@ -71,9 +74,10 @@ class WeightsReader:
         axis_maps = {path: bind_row(row, sizes, {VOCAB_ATOM: padded_vocab_size}) for path, row in rows.items()}
         self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
         self.leaves = {
-            name: checkpoint_store.LeafSpec(leaf.axis_map.leaf_shape, _common_dtype(leaf))
+            name: checkpoint_store.LeafSpec(leaf.axis_map.leaf_shape, _common_dtype(leaf), _read_unit(leaf))
             for name, leaf in self._leaves.items()
         }
+        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.byte_sources)
         self._source, self._verify = source, verify
         self._files = open_blobs(source.byte_sources)
         self._buffers = allocate_run_buffers()
@@ -135,6 +139,14 @@ def _group_by_leaf(
             tensors_by_leaf.setdefault(leaf, {})[name] = tensors[name]
             rows[leaf] = axis_map, {factor.atom: indices[factor.atom] for factor in axis_map.unscanned_factors}
     return {leaf: _LeafTensors(*rows[leaf], leaf_tensors) for leaf, leaf_tensors in tensors_by_leaf.items()}
+
+
+def _read_unit(leaf: _LeafTensors) -> tuple[int, ...]:
+    """Return the shape of the part of a leaf that one tensor fills: tensors are read as a whole."""
+    stacked = {factor.atom for factor in leaf.axis_map.stacked_factors}
+    return tuple(
+        math.prod(factor.extent for factor in dim if factor.atom not in stacked) for dim in leaf.axis_map.leaf_dims
+    )
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:
