@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -330,11 +330,10 @@ def _piece_jobs(
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
     needed = [shifted(intersection(box, chunk_box(corner, meta)), corner, -1) for box in arrays]
-    bounding_box = _bounding_box(needed)
     if is_checked:
-        pieces = _block_pieces(bounding_box, meta)
+        pieces = _block_pieces(needed, meta)
     else:
-        pieces = _contiguous_pieces(bounding_box, meta.chunk_shape, item_nbytes)
+        pieces = _contiguous_pieces(_bounding_box(needed), meta.chunk_shape, item_nbytes)
     for piece in pieces:
         box = shifted(piece, corner, 1)
         touching = {array_box: array for array_box, array in arrays.items() if volume(intersection(array_box, box))}
@@ -378,22 +377,32 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
             yield (*((i, i + 1) for i in outer), rows, *box[axis + 1 :])
 
 
-def _block_pieces(box: Box, meta: ArrayMeta) -> Iterator[Box]:
-    """Yield boxes of whole checksum blocks that cover a box of a chunk.
+def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
+    """Yield boxes of whole checksum blocks that cover boxes of a chunk, and none that touches no box.
 
     Each is contiguous in the chunk and has at most PIECE_NBYTES, or one block.
     """
-    if not box:
-        yield box
+    if not meta.chunk_shape:
+        yield ()
         return
     blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis, rows = blocks.axis, blocks.rows
-    low, high = box[axis][0] // rows * rows, min(meta.chunk_shape[axis], -(-box[axis][1] // rows) * rows)
-    length = max(1, PIECE_NBYTES // blocks.block_nbytes) * rows
-    for outer in itertools.product(*(range(*span) for span in box[:axis])):
-        for first in range(low, high, length):
-            span = (first, min(first + length, high))
-            yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
+    axis, length = blocks.axis, max(1, PIECE_NBYTES // blocks.block_nbytes) * blocks.rows
+    for outer in itertools.product(*(range(*span) for span in _bounding_box(boxes)[:axis])):
+        touching = (box for box in boxes if all(low <= i < high for i, (low, high) in zip(outer, box)))
+        for low, high in _block_spans((box[axis] for box in touching), blocks.rows, meta.chunk_shape[axis]):
+            for first in range(low, high, length):
+                span = (first, min(first + length, high))
+                yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
+
+
+def _block_spans(spans: Iterable[tuple[int, int]], rows: int, extent: int) -> Iterator[tuple[int, int]]:
+    """Widen spans of rows to whole blocks; yield the union as disjoint spans, ascending."""
+    widened = sorted((low // rows * rows, min(extent, -(-high // rows) * rows)) for low, high in spans if low < high)
+    while widened:
+        (low, high), *widened = widened
+        while widened and widened[0][0] <= high:
+            high = max(high, widened.pop(0)[1])
+        yield low, high
 
 
 def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:

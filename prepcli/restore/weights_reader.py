@@ -45,6 +45,7 @@ class WeightsReader:
         manifest: The model's facts, as a manifest would record them.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the source's files are on a server.
+        read_nbytes: Bytes of tensors read so far.
     """
 
     def __init__(self, source: Source, vocab_multiple: int = 1, verify: bool = True) -> None:
@@ -78,6 +79,7 @@ class WeightsReader:
             for name, leaf in self._leaves.items()
         }
         self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.byte_sources)
+        self.read_nbytes = 0
         self._source, self._verify = source, verify
         self._files = open_blobs(source.byte_sources)
         self._buffers = allocate_run_buffers()
@@ -121,6 +123,7 @@ class WeightsReader:
         raw = np.empty(tensor.nbytes, np.uint8)
         for start, run in read_values(self._files, _stream(tensor), buffers=self._buffers):
             raw[start : start + run.size] = run
+        self.read_nbytes += tensor.nbytes
         if self._verify:
             check_tensor(self._source, tensor, raw)
         return raw.view(numpy_dtype(tensor.dtype))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from trainer.models.mesh import MeshAxes
 from trainer.models.partition import Box
 
-SLAB_NBYTES = 32 << 20  # upper limit of a slab, unless one read unit for each device is larger
+SLAB_NBYTES = 32 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
+MAX_SLAB_NBYTES = 2 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +134,14 @@ class ReadPlan:
         return -(-self.num_rows // self.unit_rows)
 
     def min_slab_nbytes(self, itemsize: int) -> int:
-        """Return the size of the smallest slab: one unit for each device."""
-        row_nbytes = itemsize * math.prod(
-            extent for dim, extent in enumerate(self.leaf.shape) if dim not in (*self.outer_dims, self.row_dim)
-        )
-        return self.num_readers * self.unit_rows * row_nbytes
+        """Return the size of the smallest slab on a device after the exchange: one unit of each device."""
+        sizes = dict(self.leaf.mesh_sizes)
+        num_shards = math.prod(sizes[axis] for axis, dim in self.exchanges if dim is not None)
+        inner = (n for dim, n in enumerate(self.leaf.shape) if dim not in (*self.outer_dims, self.row_dim))
+        return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
 
     def slabs(self, itemsize: int) -> Iterator[Slab]:
-        """Yield the slabs in the order of their elements; each has at most SLAB_NBYTES, or is the smallest one."""
+        """Yield the slabs in the order of their elements."""
         max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
         num_slabs = -(-self.num_units // (self.num_readers * max_units))
         units = -(-self.num_units // (self.num_readers * num_slabs))
@@ -190,8 +191,8 @@ class ReadPlan:
 def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> ReadPlan | None:
     """Choose how devices divide a leaf.
 
-    The best dim has small slabs that all devices divide evenly. Of such dims the first one has the longest contiguous
-    byte ranges, and a dim whose shards begin with a unit needs the least communication.
+    The best dim has small slabs that all devices divide evenly. Of such dims, those whose shards begin with a unit need
+    the least communication, and the first one has the longest contiguous byte ranges.
 
     Args:
         leaf: The leaf.
@@ -208,7 +209,7 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
     def cost(plan: ReadPlan) -> tuple[bool, bool, bool, int]:
         nbytes = plan.min_slab_nbytes(itemsize)
         is_even = plan.num_units % plan.num_readers == 0 or plan.num_units >= 4 * plan.num_readers
-        is_small = nbytes <= SLAB_NBYTES
+        is_small = nbytes <= MAX_SLAB_NBYTES
         return (not is_small, not is_even, not plan.keeps_rows, 0 if is_small else nbytes)
 
     best = min(plans, key=cost)

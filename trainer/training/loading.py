@@ -69,6 +69,13 @@ def load_params(
         PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
     """
     loader = LeafLoader(reader, exchange_is_faster(reader))
+    return load_leaves(loader, model, sharding=sharding, dtype_of=dtype_of)
+
+
+def load_leaves(
+    loader: LeafLoader, model: ModelSpec, *, sharding: ShardingContext, dtype_of: Callable[[str], str]
+) -> Tree:
+    """Load the parameters of a model with a loader; the other arguments are those of `load_params`."""
     first_device = SingleDeviceSharding(jax.devices()[0])
     params = {}
     for path, leaf in model.leaves.items():
