@@ -20,9 +20,14 @@ def free_port() -> int:
 
 
 def start_processes(
-    *words: str, count: int, devices: int, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *words: str,
+    count: int,
+    devices: int,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    module: str = "prepcli",
 ) -> list[subprocess.Popen[str]]:
-    """Start `prep WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
+    """Start `python -m MODULE WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
 
     Args:
         *words: Words of the command line.
@@ -30,6 +35,7 @@ def start_processes(
         devices: CPU devices of each process.
         cwd: Working folder.
         env: Additional environment variables.
+        module: Module to run; the default is the `prep` command.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(REMOVED_PREFIXES)}
     coordinator = f"127.0.0.1:{free_port()}"
@@ -37,7 +43,7 @@ def start_processes(
     job |= {"JAX_COORDINATOR_ADDRESS": coordinator}
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "prepcli", *words],
+            [sys.executable, "-m", module, *words],
             cwd=cwd,
             env={**inherited, **job, "JAX_PROCESS_ID": str(index), **(env or {})},
             stdout=subprocess.PIPE,

@@ -57,7 +57,7 @@ def slab_program(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpda
                 part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
             else:
                 part = lax.all_to_all(part, axis, split_axis=dim, concat_axis=plan.row_dim, tiled=True)
-        part = lax.slice_in_dim(part, 0, rows, axis=plan.row_dim)
+        part = widen(lax.slice_in_dim(part, 0, rows, axis=plan.row_dim), leaf.dtype)
         starts = [start[dim] for dim in _dims(plan)]
         if plan.keeps_rows:
             return lax.dynamic_update_slice(leaf, part, starts)
@@ -107,15 +107,28 @@ def broadcast_program(leaf: ShardedLeaf, sharding: NamedSharding) -> Callable[[j
         # bits are summed, as 0.0 + -0.0 is 0.0
         bits = lax.bitcast_convert_type(part[0], jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
         wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits
-        whole = lax.bitcast_convert_type(lax.psum(wide, axes).astype(bits.dtype), part.dtype)
+        whole = lax.psum(wide, axes)
         extents = [leaf.shard_extent(dim) for dim in range(len(leaf.shape))]
         starts = [_shard_index(leaf, dim) * extent for dim, extent in enumerate(extents)]
-        return lax.dynamic_slice(whole, starts, extents)
+        return lax.bitcast_convert_type(lax.dynamic_slice(whole, starts, extents).astype(bits.dtype), part.dtype)
 
     mapped = jax.shard_map(
         broadcast, mesh=sharding.mesh, in_specs=PartitionSpec(axes), out_specs=sharding.spec, check_vma=False
     )
     return jax.jit(mapped)
+
+
+def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of the exchanged parts: bfloat16 values are widened to float32 after the exchange."""
+    return jnp.dtype(jnp.bfloat16) if (stored, target) == ("bfloat16", jnp.float32) else target
+
+
+def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Convert bfloat16 to float32, if that is `dtype`, by moving bits: devices may flush subnormal values."""
+    if x.dtype == dtype:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << 16, dtype)
 
 
 def _shard_index(leaf: ShardedLeaf, dim: int) -> jax.Array:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from trainer.models.mesh import MeshAxes
 from trainer.models.partition import Box
 
-SLAB_NBYTES = 32 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
-MAX_SLAB_NBYTES = 2 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
+SLAB_NBYTES = 16 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
+MAX_SLAB_NBYTES = 4 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
 
 
 @dataclass(frozen=True, slots=True)

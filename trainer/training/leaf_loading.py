@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 from trainer.distributed.exchange import (
     allocation_program,
     broadcast_program,
+    exchange_dtype,
     part_sharding,
     sharded_leaf,
     slab_program,
@@ -87,9 +88,10 @@ class LeafLoader:
         plan = choose_read_plan(leaf, unit, target.dtype.itemsize)
         if plan is None:
             return self._broadcast(name, leaf, sharding, target.dtype)
+        dtype = exchange_dtype(spec.dtype, target.dtype)
         array = allocation_program(target.shape, target.dtype, sharding)()
         for slab in plan.slabs(target.dtype.itemsize):
-            parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=target.dtype)
+            parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
             jax.block_until_ready(array)  # bounds the slabs in memory; the last exchange ran during this read
             array = slab_program(plan, sharding, slab.rows)(array, parts, np.array(slab.start, np.int32))
         return array
