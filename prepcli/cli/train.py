@@ -18,6 +18,7 @@ from prepcli.cli.options import (
     ProgressOption,
     RevisionOption,
     StepOption,
+    StreamOption,
 )
 from prepcli.errors import usage_error
 
@@ -92,6 +93,7 @@ def train(
     dry_run: DryRunOption = False,
     no_verify: NoVerifyOption = False,
     offline: OfflineOption = False,
+    stream: StreamOption = False,
     *,
     output_options: OutputOptions,
     progress: ProgressOption = "auto",
@@ -121,6 +123,7 @@ def train(
         stop_after=stop_after,
         dry_run=dry_run,
         offline=offline,
+        stream=stream,
         verify=not no_verify,
         force=force,
     )

@@ -14,14 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
 from prepcli.commands.train_report import TrainReporter, run_summary_lines, tokenize_progress
 from prepcli.commands.train_start import (
     INIT_FOLDER,
+    StartCheckpoint,
     check_restart_source,
-    check_without_checksums,
-    damage_hint,
-    resolve_init,
+    open_model_start,
+    open_orbax_start,
 )
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
@@ -30,9 +31,8 @@ from prepcli.execution.run_folder import LOCK, RunFolder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.sources.locate import locate
-from prepcli.sources.opening import open_source
-from prepcli.sources.source import HF_FOLDER
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.targets.training_step import StartModel
 from trainer.models.process_address import process_address
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
@@ -63,6 +63,7 @@ class TrainRequest:
     stop_after: int = 0  # steps in this process; 0: all
     dry_run: bool = False
     offline: bool = False
+    stream: bool = False  # read a hub model without a local copy
     verify: bool = True  # check the start checkpoint against its checksums
     force: bool = False  # start even if a step is estimated not to fit into memory
 
@@ -73,7 +74,7 @@ class _Run:
 
     loaded: LoadedRecipe
     folder: Path
-    start_checkpoint: Path  # initial parameters, or the state to resume from
+    start_checkpoint: Path | StartModel  # initial parameters, or the state to resume from
     step: int
     config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
     job: Job
@@ -119,13 +120,13 @@ def train(request: TrainRequest, ui: Ui) -> Report:
             note_durable_work(lambda: "" if request.dry_run else _kept_note(folder)),
             ExitStack() as stack,
         ):
-            reader, sharding = _open_start_checkpoint(loaded, folder, request, ui)
-            stack.enter_context(reader)
+            start, sharding = _open_start_checkpoint(loaded, folder, request, ui)
+            stack.enter_context(start.reader)
             scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
             run = _prepare_run(
                 loaded,
                 folder,
-                reader=reader,
+                start=start,
                 sharding=sharding,
                 scratch_dir=scratch_dir,
                 request=request,
@@ -140,11 +141,9 @@ def train(request: TrainRequest, ui: Ui) -> Report:
                 return Report(text, fields | {"memory": run.memory, "dry_run": True})
             if run.step == run.job.steps:
                 return _finished_report(run, fields)
-            if request.verify and not reader.is_checked:
-                source = open_source(locate(str(reader.folder)))
-                tensors = source.all_tensors if run.step else source.tensors
-                check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
-            state = _load_train_state(run, reader)
+            if request.verify:
+                start.check_remaining(folder, ui, has_state=bool(run.step))
+            state = _load_train_state(run, start.reader)
         return _run_training(run, state, restart=request.restart, ui=ui)
 
 
@@ -156,11 +155,9 @@ def recipe_schema() -> Report:
 def _kept_note(folder: Path) -> str:
     """Describe the data in a run's folder that the next start uses; empty if there is none."""
     kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    for name, description in ((TOKENS_FOLDER, "the tokens"), (INIT_FOLDER, "the converted checkpoint")):
-        complete_folders = [
-            path for path in (folder / name).glob("*") if path.is_dir() and not path.name.endswith(".partial")
-        ]
-        kept += [description] if complete_folders else []
+    tokens = (folder / TOKENS_FOLDER).glob("*")
+    if any(path.is_dir() and not path.name.endswith(".partial") for path in tokens):
+        kept.append("the tokens")
     return f"kept in {folder}: {', '.join(kept)}" if kept else ""
 
 
@@ -173,7 +170,7 @@ def silence_jax(ui: Ui) -> None:
 def _check_run_folder(folder: Path) -> None:
     """Raise PrepError if the path is a file, or a folder that is neither empty nor a run.
 
-    The folder of a failed or killed start may contain only an init, tokens or a lock.
+    The folder of a failed or killed start may contain only tokens or a lock, or an init of an earlier prep.
     """
     from trainer.data.store import LOCK_FILE as TOKENS_LOCK
 
@@ -187,8 +184,8 @@ def _check_run_folder(folder: Path) -> None:
 
 def _open_start_checkpoint(
     loaded: LoadedRecipe, folder: Path, request: TrainRequest, ui: Ui
-) -> tuple[ItemReader, ShardingContext]:
-    """Open the run's last step, or else the recipe's checkpoint; return its reader and the sharding of the run."""
+) -> tuple[StartCheckpoint, ShardingContext]:
+    """Open the run's last step, or else the recipe's checkpoint; return it and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
     from trainer.models.mesh import parse_mesh
     from trainer.models.rule_text import merge_rules
@@ -201,32 +198,30 @@ def _open_start_checkpoint(
     check_devices(loaded.recipe, recipe_sharding)
     steps = [] if request.restart else saved_steps(folder)
     if steps:
-        path = step_folder(folder, steps[-1])
+        start = open_orbax_start(step_folder(folder, steps[-1]), folder, verify=request.verify)
     else:
-        path = resolve_init(
+        start = open_model_start(
             loaded.recipe,
             folder,
             sharding=recipe_sharding,
-            offline=request.offline,
-            dry_run=request.dry_run,
+            access=make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True),
+            verify=request.verify,
             check_config=partial(
                 check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
             ),
-            ui=ui,
         )
-    reader = open_reader(path, request.verify, damage_hint(folder, path))
     if request.restart:
-        check_restart_source(reader, folder)
-    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, reader.manifest))
+        check_restart_source(start, folder)
+    sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest))
     check_batch(loaded.recipe, sharding)
-    return reader, sharding
+    return start, sharding
 
 
 def _prepare_run(
     loaded: LoadedRecipe,
     folder: Path,
     *,
-    reader: ItemReader,
+    start: StartCheckpoint,
     sharding: ShardingContext,
     scratch_dir: Path | None,
     request: TrainRequest,
@@ -238,7 +233,7 @@ def _prepare_run(
     Args:
         loaded: Recipe and the origins of its values.
         folder: Folder of the run.
-        reader: Open start checkpoint.
+        start: Open start checkpoint.
         sharding: Devices and rules of the run.
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder; else None.
         request: Request of the command.
@@ -253,8 +248,8 @@ def _prepare_run(
     from trainer.training.preflight import run_warnings
     from trainer.training.resume import check_resumable
 
-    recipe, step = loaded.recipe, _resume_step(folder, reader)
-    manifest = reader.manifest if step else setup.override_config(reader.manifest, recipe)
+    recipe, step = loaded.recipe, _resume_step(folder, start)
+    manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -269,7 +264,7 @@ def _prepare_run(
         is_dry_run=request.dry_run,
         force=request.force,
     )
-    folders = {"tokenizer": reader.folder / HF_FOLDER, "cache": folder / TOKENS_FOLDER}
+    folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
     datasets = setup.build_datasets(
@@ -293,7 +288,7 @@ def _prepare_run(
     return _Run(
         loaded,
         folder,
-        start_checkpoint=reader.folder,
+        start_checkpoint=start.model,
         step=step,
         config=manifest["config"],
         job=job,
@@ -303,10 +298,11 @@ def _prepare_run(
     )
 
 
-def _resume_step(folder: Path, reader: ItemReader) -> int:
+def _resume_step(folder: Path, start: StartCheckpoint) -> int:
     """Return the step to resume from; 0 if the checkpoint is not a step of this run."""
-    is_own_step = folder.resolve() in reader.folder.resolve().parents and reader.manifest.get("kind") == "train"
-    return int(reader.manifest["step"]) if is_own_step else 0
+    if isinstance(start.model, StartModel) or folder.resolve() not in start.model.resolve().parents:
+        return 0
+    return int(start.manifest["step"]) if start.manifest.get("kind") == "train" else 0
 
 
 def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -317,7 +313,7 @@ def _changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _load_train_state(run: _Run, reader: ItemReader) -> TrainState:
+def _load_train_state(run: _Run, reader: ItemReader | WeightsReader) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
     from trainer.training.loading import init_state, restore_state
 

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.conversion import CommonOptions, make_access
-from prepcli.commands.save_init import SaveInitRequest, save_init
+from prepcli.commands.conflicts import check_stream
+from prepcli.commands.conversion import output_config
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import read_manifest
+from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.orbax import find_item
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
-from prepcli.restore.item_reader import ItemReader
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.restore.params import open_weights
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
-from prepcli.sources.source import CONFIG, Source, SourceTensor, read_config
+from prepcli.sources.opening import open_source
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config
+from prepcli.targets.hf_folder import copied_files
+from prepcli.targets.training_step import StartModel
 from trainer.models.rope_overrides import override_rope
+from trainer.models.rule_text import merge_rules
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
 
-INIT_FOLDER = "init"  # in a run's folder: the Orbax checkpoint converted from a Hugging Face model
-
-
-CONVERSION_MEMORY_NBYTES = 512 << 20  # memory budget of the conversion of a Hugging Face model
+INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
 
 def damage_hint(folder: Path, checkpoint: Path) -> str:
@@ -37,8 +43,6 @@ def damage_hint(folder: Path, checkpoint: Path) -> str:
         if len(steps) == 1:
             return "`--restart` starts the run again"
         return f"move {step_folder(folder, steps[-1])} away: the run then resumes from step {steps[-2]}"
-    if folder / INIT_FOLDER in checkpoint.parents:
-        return f"remove {checkpoint}: the next start converts it again"
     return RECREATE_HINT
 
 
@@ -65,69 +69,121 @@ def check_without_checksums(
     check_tensors(source, tensors, ui.progress(), hint)
 
 
-def check_restart_source(reader: ItemReader, folder: Path) -> None:
+def check_restart_source(start: StartCheckpoint, folder: Path) -> None:
     """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
+    if isinstance(start.model, StartModel):
+        return
     own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
-    if not own_steps.isdisjoint(reader.folder.resolve().parents):
-        what = f"`--restart` would delete {reader.folder.parent}"
+    if not own_steps.isdisjoint(start.model.resolve().parents):
+        what = f"`--restart` would delete {start.model.parent}"
         raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
 
 
-def resolve_init(
+@dataclass(frozen=True, slots=True)
+class StartCheckpoint:
+    """Open checkpoint that a run starts or resumes from.
+
+    Attributes:
+        reader: Reader of its parameters, and of the training state if it is a step.
+        model: Folder of an Orbax checkpoint of prep, or the settings and files of a model of another format.
+        tokenizer_folder: Folder with the tokenizer.
+    """
+
+    reader: ItemReader | WeightsReader
+    model: Path | StartModel
+    tokenizer_folder: Path
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """Manifest that describes the model."""
+        return self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+
+    def check_remaining(self, folder: Path, ui: Ui, *, has_state: bool) -> None:
+        """Check a checkpoint without checksums of its chunks; others are checked as they are read.
+
+        Args:
+            folder: Folder of the run.
+            ui: Receives a note and progress.
+            has_state: Check the state of the optimizer as well.
+
+        Raises:
+            PrepError: A tensor is damaged.
+        """
+        if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
+            return
+        source = open_source(locate(str(self.reader.folder)))
+        tensors = source.all_tensors if has_state else source.tensors
+        check_without_checksums(source, tensors, ui, hint=damage_hint(folder, self.reader.folder))
+
+
+def open_orbax_start(path: Path, folder: Path, *, verify: bool) -> StartCheckpoint:
+    """Open an Orbax checkpoint of prep: an init or a step; see `open_reader`."""
+    reader = open_reader(path, verify, damage_hint(folder, path))
+    return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER)
+
+
+def open_model_start(
     recipe: Recipe,
     folder: Path,
     *,
     sharding: ShardingContext,
-    offline: bool,
-    dry_run: bool,
+    access: Access,
+    verify: bool,
     check_config: Callable[[Mapping[str, Any]], None],
-    ui: Ui,
-) -> Path:
-    """Return the recipe's Orbax checkpoint; convert the recipe's model first if it is a Hugging Face checkpoint.
+) -> StartCheckpoint:
+    """Open the recipe's model, of any format; its tensors are converted while they are read.
 
     Args:
         recipe: The recipe.
         folder: Folder of the run.
         sharding: Mesh and rules of the recipe.
-        offline: Use only the hub's cache.
-        dry_run: Convert nothing.
-        check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its conversion.
-        ui: Receives notes and progress.
+        access: How a remote checkpoint may be read.
+        verify: Check the bytes that are read against the digests of the checkpoint.
+        check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its tensors are
+            matched.
 
     Raises:
-        PrepError: There is no checkpoint, it cannot be converted, or `check_config` raises.
+        PrepError: There is no checkpoint, it does not fit its family, or `check_config` raises.
     """
     from trainer.training.preflight import check_batch
 
-    located = locate(recipe.model.path, access=make_access(ui, offline=offline))
-    if located.kind == "orbax":
-        return located.local_files.path
-    check_batch(recipe, sharding)  # fails before the conversion
-    mesh = str(sharding.mesh)
-    config_path = located.local_files.path / CONFIG
-    if config_path.is_file():
-        check_config(override_rope(read_config(config_path), recipe.model.rope_overrides))
-    out = folder / INIT_FOLDER / f"{located.model_name}-init"
-    if dry_run:
-        return _existing_init(out, recipe.model.path, mesh)
-    options = "".join([f"--mesh {mesh} --pad-vocab auto", *(f" --rule '{rule}'" for rule in recipe.rules or ())])
-    ui.note(f"{recipe.model.path} is a Hugging Face folder: prep save-init {options} --out {out}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    common = CommonOptions(
-        checkpoint=recipe.model.path,
-        out=out,
-        memory_nbytes=CONVERSION_MEMORY_NBYTES,
-        overwrite=True,  # of an init for another mesh or another model
-        offline=offline,
-    )
-    save_init(SaveInitRequest(common, mesh=mesh, rules=recipe.rules or (), pad_vocab="auto"), ui)
-    return out
+    located = locate(recipe.model.path, access=access)
+    check_stream(access.stream, located)
+    path, is_local = located.local_files.path, located.local_files.remote is None
+    if located.kind == "orbax" and is_local and _is_written_by_prep(path):
+        return open_orbax_start(path, folder, verify=verify)
+    check_batch(recipe, sharding)
+    if (path / CONFIG).is_file():
+        check_config(override_rope(read_config(path / CONFIG), recipe.model.rope_overrides))
+    source = open_source(located)
+    rules = source.tree_manifest.get("rules", ()) if recipe.rules is None else recipe.rules
+    reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
+    manifest = _start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
+    files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
+    return StartCheckpoint(reader, StartModel(manifest, files), _tokenizer_folder(source))
 
 
-def _existing_init(out: Path, model: str, mesh: str) -> Path:
-    """Return the init of an earlier start; raise UsageError if there is none for this mesh."""
-    manifest = read_manifest(out) if out.exists() else None
-    if manifest is None or manifest["mesh"] != mesh:
-        why, hint = "it must be converted first, and a dry run writes nothing", f"`prep save-init {model}`"
-        raise usage_error(f"{model} is a Hugging Face folder", why, hint)
-    return out
+def _start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
+    """Return the manifest that `prep save-init` would write for the leaves of a reader, without mesh and rules."""
+    vocabulary = reader.vocabulary
+    return {
+        **reader.manifest,
+        "kind": "init",
+        "name": name,
+        "family": source.family.name,
+        "config": output_config(source, vocabulary, reader.manifest["tied"]),
+        "vocab": {"true": vocabulary.true_size, "padded": vocabulary.stored_size},
+        "layout": "native",
+        "prefixed": source.names.is_prefixed,
+    }
+
+
+def _is_written_by_prep(path: Path) -> bool:
+    """Return whether an Orbax checkpoint has a manifest."""
+    item = find_item(path)
+    return item is None or read_manifest(find_manifest_folder(item)) is not None
+
+
+def _tokenizer_folder(source: Source) -> Path:
+    """Return the folder of the model's small files."""
+    return source.small_files[0].parent if source.small_files else source.root

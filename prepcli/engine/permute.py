@@ -107,9 +107,14 @@ def _split_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assign
 
 
 def _assign(part: Assignment) -> None:
-    """Carry out an assignment, tile by tile."""
-    for target, source in _tile_assignment(*part):
-        target[...] = source
+    """Carry out an assignment."""
+    assign_tiled(*part)
+
+
+def assign_tiled(target: np.ndarray, source: np.ndarray) -> None:
+    """Assign an array to another one of the same shape, tile by tile; values are cast to the target's dtype."""
+    for target_tile, source_tile in _tile_assignment(target, source):
+        target_tile[...] = source_tile
 
 
 def _tile_assignment(target: np.ndarray, source: np.ndarray) -> Iterator[Assignment]:

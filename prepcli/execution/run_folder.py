@@ -34,7 +34,7 @@ from prepcli.planning.plan import Plan, SmallFile
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.source import HF_FOLDER, small_files
 from prepcli.targets.hf_folder import copied_files, settings_files
-from prepcli.targets.training_step import plan_training_step
+from prepcli.targets.training_step import StartModel, plan_training_step
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 
 LOCK = ".lock"
@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(
         self,
         run_folder: Path,
-        start_checkpoint: Path,
+        start_checkpoint: Path | StartModel,
         *,
         name: str,
         keep: int | Literal["all"] = "all",
@@ -63,7 +63,7 @@ class RunFolder:
 
         Args:
             run_folder: Folder of the run.
-            start_checkpoint: Checkpoint to start or resume from; its settings are the defaults.
+            start_checkpoint: Checkpoint or model to start or resume from; its settings are the defaults.
             name: Name of the run.
             keep: Number of steps to keep.
             request: Command line, for the manifest.
@@ -76,8 +76,7 @@ class RunFolder:
         Raises:
             PrepError: Another process holds the run.
         """
-        with open_reader(start_checkpoint, verify=False) as reader:  # reads the manifest, but no leaf
-            manifest, self._hf_folder = reader.manifest, reader.folder / HF_FOLDER
+        manifest = self._open_start(start_checkpoint)
         changed_keys = {"config": config, "mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
         self._start_manifest = {
             **manifest,
@@ -90,8 +89,21 @@ class RunFolder:
         self._lock = self._acquire_lock()
         self._remove_leftovers()
 
+    def _open_start(self, start_checkpoint: Path | StartModel) -> Mapping[str, Any]:
+        """Return the manifest of the start checkpoint, and keep the location of its small files."""
+        self._hf_folder: Path | None = None
+        self._start_files: tuple[SmallFile, ...] = ()
+        if isinstance(start_checkpoint, StartModel):
+            self._start_files = start_checkpoint.small_files
+            return start_checkpoint.manifest
+        with open_reader(start_checkpoint, verify=False) as reader:  # reads the manifest, but no leaf
+            self._hf_folder = reader.folder / HF_FOLDER
+            return reader.manifest
+
     def _extra_files(self) -> tuple[SmallFile, ...]:
-        """Return the tokenizer and other files of the model, from the newest step."""
+        """Return the tokenizer and other files of the model, from the newest step if there is one."""
+        if self._hf_folder is None:
+            return self._start_files
         return copied_files(small_files(self._hf_folder), self._hf_folder.parent, path_prefix=f"{HF_FOLDER}/")
 
     def _acquire_lock(self) -> int:

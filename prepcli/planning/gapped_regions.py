@@ -23,9 +23,9 @@ class GappedRegion:
     region: Region
     gaps: tuple[tuple[int, int], ...]
 
-    def copies(self, box: Box) -> Iterator[StridedCopy]:
-        """Yield the copies between a box of the tensor and the file. No copy crosses a gap."""
-        remaining, shift_nbytes = list(region_copies(self.region, box)), 0
+    def copies(self, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
+        """Yield the copies between a box of the tensor and the file; see `region_copies`. No copy crosses a gap."""
+        remaining, shift_nbytes = list(region_copies(self.region, box, window)), 0
         for boundary, nbytes in self.gaps:
             split_copies = [split_copy(copy, boundary) for copy in remaining]
             yield from (_shift_file_offset(copy, shift_nbytes) for before, _ in split_copies for copy in before)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prepcli.planning.boxes import Box, Range, intersect, split_merged_range, strides
+from prepcli.planning.boxes import Box, Range, full_box, intersect, split_merged_range, strides
 from prepcli.planning.grids import ChunkGrid, DimPiece, Placement, StridedPlacement, free_atom_ranges, split_dim
 from trainer.models.axis_map import AxisMap
 
@@ -85,27 +85,30 @@ class Region:
     itemsize: int
 
 
-def region_copies(region: Region, box: Box) -> Iterator[StridedCopy]:
+def region_copies(region: Region, box: Box, window: Box | None = None) -> Iterator[StridedCopy]:
     """Yield the copies between a box of a tensor and a leaf's chunks.
 
     Args:
         region: The region.
         box: Box of the tensor. Elements of other leaves are excluded.
+        window: Box of the tensor whose bytes in C order the tensor offsets count; None: the whole tensor.
 
     Yields:
-        Copies whose tensor offsets count from the tensor's first byte.
+        Copies whose tensor offsets count from the first byte of the tensor or window.
     """
-    axis_map = region.axis_map
+    stacked = {atom: (index, index + 1) for atom, index in region.stacked_indices}
+    for atom_ranges in _atom_ranges_of_tensor_box(region.axis_map, box):
+        yield from _copies_to_chunks(region, stacked | atom_ranges, window)
+
+
+def _atom_ranges_of_tensor_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
+    """Split a box of a tensor into boxes over its free atoms; yield the range of each atom."""
     ranges_per_dim = [
         list(free_atom_ranges(dim.factors, _clip_range(dim_range, dim.start, dim.selected_extent)))
         for dim_range, dim in zip(box, axis_map.source_dims)
     ]
-    stacked = {atom: (index, index + 1) for atom, index in region.stacked_indices}
     for dim_ranges in itertools.product(*ranges_per_dim):
-        atom_ranges: dict[str, Range] = dict(stacked)
-        for free_ranges in dim_ranges:
-            atom_ranges |= free_ranges
-        yield from _copies_to_chunks(region, atom_ranges)
+        yield {atom: atom_range for free_ranges in dim_ranges for atom, atom_range in free_ranges.items()}
 
 
 def leaf_box_copies(
@@ -123,10 +126,31 @@ def leaf_box_copies(
         (tensor name, copy). File offsets count from the start of the box in C order, file numbers are 0. Elements that
         no copy fills are padding.
     """
+    for part in leaf_box_parts(axis_map, box, unscanned_indices):
+        for copy in part_copies(axis_map, part, itemsize=itemsize):
+            yield part.tensor_name, copy
+
+
+@dataclass(frozen=True, slots=True)
+class LeafBoxPart:
+    """The part of a leaf's box that one tensor fills.
+
+    Attributes:
+        box: Box of the leaf.
+        tensor_name: Name of the tensor.
+        atom_ranges: Range of each atom of the axis map.
+    """
+
+    box: Box
+    tensor_name: str
+    atom_ranges: Mapping[str, Range]
+
+
+def leaf_box_parts(
+    axis_map: AxisMap, box: Box, unscanned_indices: Mapping[str, int] = NO_INDICES
+) -> Iterator[LeafBoxPart]:
+    """Yield the parts of a box of a leaf: one or more per source tensor; see `leaf_box_copies`."""
     unscanned_ranges = {atom: (index, index + 1) for atom, index in unscanned_indices.items()}
-    starts = [start for start, _ in box]
-    box_strides = strides([stop - start for start, stop in box], itemsize)
-    origin = -sum(start * stride for start, stride in zip(starts, box_strides))
     true_extents = {
         f.atom: f.extent
         for f in (*axis_map.stacked_factors, *(f for dim in axis_map.source_dims for f in dim.factors))
@@ -137,24 +161,69 @@ def leaf_box_copies(
             atom: intersect(atom_range, (0, true_extents[atom])) for atom, atom_range in atom_ranges.items()
         }
         for stacked in _iterate_stacked(axis_map, clipped):
-            fixed_ranges = clipped | {atom: (index, index + 1) for atom, index in stacked.items()}
-            pieces_per_dim = [
-                list(split_dim(dim, math.prod(f.extent for f in dim), atom_ranges=fixed_ranges))
-                for dim in axis_map.leaf_dims
-            ]
-            for dim_pieces in itertools.product(*pieces_per_dim):
-                yield (
-                    axis_map.tensor_name(stacked),
-                    _make_copy(
-                        axis_map,
-                        fixed_ranges,
-                        dim_pieces=dim_pieces,
-                        element_strides=box_strides,
-                        file=0,
-                        file_offset=origin,
-                        itemsize=itemsize,
-                    ),
-                )
+            ranges = clipped | {atom: (index, index + 1) for atom, index in stacked.items()}
+            if all(start < stop for start, stop in ranges.values()):
+                yield LeafBoxPart(box, axis_map.tensor_name(stacked), ranges)
+
+
+def part_copies(
+    axis_map: AxisMap, part: LeafBoxPart, *, itemsize: int = 1, window: Box | None = None
+) -> Iterator[StridedCopy]:
+    """Yield the copies that fill a part of a leaf's box from its tensor.
+
+    Args:
+        axis_map: Maps the tensor's elements to the leaf's.
+        part: The part.
+        itemsize: Bytes per element.
+        window: Box of the tensor to copy from; None: the whole tensor.
+
+    Yields:
+        Copies whose tensor offsets count from the first byte of the tensor, or of the window in C order. File offsets
+        count from the start of the leaf's box in C order, file numbers are 0.
+    """
+    box_strides = strides([stop - start for start, stop in part.box], itemsize)
+    origin = -sum(start * stride for (start, _), stride in zip(part.box, box_strides))
+    for atom_ranges in _atom_ranges_in_window(axis_map, part.atom_ranges, window):
+        pieces_per_dim = [
+            list(split_dim(dim, math.prod(f.extent for f in dim), atom_ranges=atom_ranges))
+            for dim in axis_map.leaf_dims
+        ]
+        for dim_pieces in itertools.product(*pieces_per_dim):
+            yield _make_copy(
+                axis_map,
+                atom_ranges,
+                dim_pieces=dim_pieces,
+                element_strides=box_strides,
+                file=0,
+                file_offset=origin,
+                itemsize=itemsize,
+                window=window,
+            )
+
+
+def tensor_box(axis_map: AxisMap, atom_ranges: Mapping[str, Range]) -> Box:
+    """Return the smallest box of a tensor that contains the elements of some atom ranges."""
+    box: list[Range] = []
+    for dim in axis_map.source_dims:
+        ranges = [atom_ranges[f.atom] if f.fixed is None else (f.fixed, f.fixed + 1) for f in dim.factors]
+        factor_strides = strides([f.extent for f in dim.factors])
+        first = dim.start + sum(start * stride for (start, _), stride in zip(ranges, factor_strides))
+        last = dim.start + sum((stop - 1) * stride for (_, stop), stride in zip(ranges, factor_strides))
+        box.append((first, last + 1))
+    return tuple(box)
+
+
+def _atom_ranges_in_window(
+    axis_map: AxisMap, atom_ranges: Mapping[str, Range], window: Box | None
+) -> Iterator[Mapping[str, Range]]:
+    """Yield the boxes of atoms that are in `atom_ranges` and in a window of the tensor."""
+    if window is None:
+        yield atom_ranges
+        return
+    for window_ranges in _atom_ranges_of_tensor_box(axis_map, window):
+        common = {atom: intersect(atom_ranges[atom], atom_range) for atom, atom_range in window_ranges.items()}
+        if all(start < stop for start, stop in common.values()):
+            yield {**atom_ranges, **common}
 
 
 def _atom_ranges_of_box(axis_map: AxisMap, box: Box) -> Iterator[dict[str, Range]]:
@@ -183,7 +252,9 @@ def _clip_range(index_range: Range, start: int, length: int) -> Range:
     return clipped_start - start, clipped_stop - start
 
 
-def _copies_to_chunks(region: Region, atom_ranges: Mapping[str, Range]) -> Iterator[StridedCopy]:
+def _copies_to_chunks(
+    region: Region, atom_ranges: Mapping[str, Range], window: Box | None = None
+) -> Iterator[StridedCopy]:
     """Yield the copies of a box of atoms to the leaf's chunks."""
     axis_map, grid = region.axis_map, region.grid
     element_strides = strides(grid.chunk_shape, region.itemsize)
@@ -203,13 +274,19 @@ def _copies_to_chunks(region: Region, atom_ranges: Mapping[str, Range]) -> Itera
                 file_offset=file_offset,
                 itemsize=region.itemsize,
                 chunk_strides=region.placement.strides,
+                window=window,
             )
         else:
-            yield from _copies_by_chunk(region, atom_ranges, dim_pieces, element_strides)
+            yield from _copies_by_chunk(region, atom_ranges, dim_pieces, element_strides, window=window)
 
 
 def _copies_by_chunk(
-    region: Region, atom_ranges: Mapping[str, Range], dim_pieces: Sequence[DimPiece], element_strides: Sequence[int]
+    region: Region,
+    atom_ranges: Mapping[str, Range],
+    dim_pieces: Sequence[DimPiece],
+    element_strides: Sequence[int],
+    *,
+    window: Box | None,
 ) -> Iterator[StridedCopy]:
     """Yield the copies of a box of atoms to chunks with individual offsets: at least one copy per chunk."""
     pieces_by_chunk = [list(_split_by_chunk(piece)) for piece in dim_pieces]
@@ -223,6 +300,7 @@ def _copies_by_chunk(
             file=file,
             file_offset=file_offset,
             itemsize=region.itemsize,
+            window=window,
         )
 
 
@@ -248,6 +326,7 @@ def _make_copy(
     file_offset: int,
     itemsize: int,
     chunk_strides: Sequence[int] = (),
+    window: Box | None = None,
 ) -> StridedCopy:
     """Return the copy of one regular piece per leaf dim.
 
@@ -260,6 +339,7 @@ def _make_copy(
         file_offset: Offset of the first chunk.
         itemsize: Bytes per element.
         chunk_strides: Bytes between chunks, per leaf dim; empty if the pieces touch one chunk.
+        window: Box of the tensor whose bytes in C order the tensor offsets count; None: the whole tensor.
 
     Returns:
         The copy.
@@ -267,7 +347,7 @@ def _make_copy(
     atom_starts = {atom: start for atom, (start, _) in atom_ranges.items()} | {
         atom: start for piece in dim_pieces for atom, start in piece.atom_starts
     }
-    tensor_offset, tensor_strides = _tensor_offset_and_strides(axis_map, atom_starts, itemsize)
+    tensor_offset, tensor_strides = _tensor_offset_and_strides(axis_map, atom_starts, itemsize, window)
     file_offset += sum(
         piece.element_offset * element_stride for piece, element_stride in zip(dim_pieces, element_strides)
     )
@@ -286,12 +366,14 @@ def _make_copy(
 
 
 def _tensor_offset_and_strides(
-    axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int
+    axis_map: AxisMap, atom_starts: Mapping[str, int], itemsize: int, window: Box | None
 ) -> tuple[int, dict[str, int]]:
     """Return the tensor offset of the atoms' first indices, and the tensor stride of each free atom."""
     tensor_offset, atom_strides = 0, {}
-    for dim, dim_stride in zip(axis_map.source_dims, strides(axis_map.source_shape, itemsize)):
-        tensor_offset += dim.start * dim_stride
+    window = full_box(axis_map.source_shape) if window is None else window
+    dim_strides = strides([stop - start for start, stop in window], itemsize)
+    for dim, (window_start, _), dim_stride in zip(axis_map.source_dims, window, dim_strides):
+        tensor_offset += (dim.start - window_start) * dim_stride
         for factor, atom_stride in zip(dim.factors, strides([f.extent for f in dim.factors], dim_stride)):
             tensor_offset += (atom_starts[factor.atom] if factor.fixed is None else factor.fixed) * atom_stride
             if factor.fixed is None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-import xxhash
-
 from prepcli.console.progress import Progress
 from prepcli.engine import pipeline
 from prepcli.engine.blobs import open_blobs
 from prepcli.engine.budget import make_budget
-from prepcli.engine.files import ByteArray
 from prepcli.errors import DamagedError
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream, read_copies
@@ -39,24 +36,6 @@ def _file_numbers(tensor: SourceTensor) -> set[int]:
 def _stream(tensor: SourceTensor, rows: Range) -> Stream:
     """Return a read-only stream of rows of a tensor."""
     return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-
-
-def check_tensor(source: Source, tensor: SourceTensor, data: ByteArray, hint: str = RECREATE_HINT) -> None:
-    """Compare the bytes of a tensor with its recorded digests, if there are any.
-
-    Args:
-        source: The checkpoint, for the error.
-        tensor: The tensor.
-        data: All bytes of the tensor, in C order.
-        hint: Advice in the error for a damaged checkpoint.
-
-    Raises:
-        PrepError: The bytes differ from a digest.
-    """
-    row_nbytes = data.size // tensor.shape[0] if tensor.shape and tensor.shape[0] else data.size
-    for low, high, digest in tensor.digests:
-        if xxhash.xxh3_128_hexdigest(data[low * row_nbytes : high * row_nbytes].data) != digest:
-            raise damaged_error(source, tensor, hint)
 
 
 def check_tensors(

@@ -22,7 +22,6 @@ from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
 from prepcli.engine.files import PAGE, ByteArray, Files
 from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.worker_thread import run_in_threads
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
@@ -35,6 +34,7 @@ from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted, slices
 from prepcli.restore.digest_checks import RECREATE_HINT
+from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
 from prepcli.sources.openers.orbax_item import MAX_OPEN_FILES, is_read_directly
 from trainer.models import checkpoint_store
@@ -145,8 +145,8 @@ class ItemReader:
             raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._array_numbers)} other leaves")
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
-        jobs = _JobQueue(_split_into_jobs(blob, parts, self.is_checked))
-        errors = run_in_threads(lambda: self._run_worker(jobs), self._num_threads, on_interruption=jobs.stop)
+        jobs = _split_into_jobs(blob, parts, self.is_checked)
+        errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError
@@ -154,22 +154,14 @@ class ItemReader:
         if errors:
             raise errors[0]
 
-    def _run_worker(self, jobs: _JobQueue) -> None:
-        """Run jobs until there are none left; stop all threads after an error."""
-        buffers = self._buffers.acquire(1)
-        try:
-            while (job := jobs.next()) is not None:
-                if isinstance(job, _ChunkJob):
-                    self._decode_chunk(job, buffers[0])
-                else:
-                    self._read_piece(job, buffers[0])
-                with self._count_lock:
-                    self.read_nbytes += job.nbytes
-        except BaseException:
-            jobs.stop()
-            raise
-        finally:
-            self._buffers.release(buffers)
+    def _run_job(self, job: _PieceJob | _ChunkJob, buffer: ByteArray) -> None:
+        """Read a piece or decode a chunk, and count its bytes."""
+        if isinstance(job, _ChunkJob):
+            self._decode_chunk(job, buffer)
+        else:
+            self._read_piece(job, buffer)
+        with self._count_lock:
+            self.read_nbytes += job.nbytes
 
     def _read_piece(self, piece: _PieceJob, scratch: ByteArray) -> None:
         """Read a piece directly into its array if possible, else through `scratch` into all of its arrays."""
@@ -268,23 +260,6 @@ class _ChunkJob:
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
-
-
-class _JobQueue:
-    """Thread-safe queue of jobs."""
-
-    def __init__(self, jobs: Iterator[_PieceJob | _ChunkJob]) -> None:
-        self._jobs, self._lock = jobs, threading.Lock()
-
-    def next(self) -> _PieceJob | _ChunkJob | None:
-        """Return the next job; None if there is none left, or after `stop`."""
-        with self._lock:
-            return next(self._jobs, None)
-
-    def stop(self) -> None:
-        """Drop the remaining jobs."""
-        with self._lock:
-            self._jobs = iter(())
 
 
 def _check_arrays(meta: ArrayMeta, arrays: BoxArrays) -> None:

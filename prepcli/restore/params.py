@@ -12,7 +12,9 @@ from prepcli.errors import PrepError
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
+from trainer.models.mesh import Mesh
 from trainer.models.partition import vocab_multiple
+from trainer.models.rules import Rules
 
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
@@ -76,8 +78,13 @@ def _open_reader(
             on_unchecked()
         return reader
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
+    return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
+
+
+def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:
+    """Open a source for reading leaves, with a vocabulary padded to a size that the mesh divides."""
     dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
-    return WeightsReader(source, vocab_multiple(dims, sharding.mesh, sharding.rules), verify)
+    return WeightsReader(source, vocab_multiple(dims, mesh, rules), verify)
 
 
 def make_sharding(mesh: str | None, manifest: Mapping[str, Any]) -> ShardingContext:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from prepcli.engine.blobs import open_blobs
+from prepcli.engine.blobs import CachedBlob, open_blobs
+from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.compare import compare_streams
-from prepcli.engine.fills import numpy_dtype
-from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.engine.files import ByteArray
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse, not_equal_error
 from prepcli.planning.boxes import Box
 from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.state_names import PARAMS
-from prepcli.planning.strided_copies import StridedCopy, leaf_box_copies
+from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import RemoteBlob
-from prepcli.restore.digest_checks import check_tensor
+from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob
+from prepcli.restore.item_reader import MIN_RUN_NBYTES
+from prepcli.restore.job_queue import run_jobs
+from prepcli.restore.tensor_jobs import BUFFER_NBYTES, Target, TensorJob, read_checked, read_window, tensor_jobs
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from trainer.models import checkpoint_store
-from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.axis_map import AxisMap, Factor, bind_row
 
 BoxArrays = Mapping[Box, np.ndarray]
+MAX_THREADS = 4  # each has a buffer of 8 MiB
+REMOTE_GAP_NBYTES = MIN_READ_AHEAD_NBYTES  # a shorter request is not faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class WeightsReader:
         manifest: The model's facts, as a manifest would record them.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the source's files are on a server.
+        vocabulary: Vocabulary sizes of the leaves, padding included.
         read_nbytes: Bytes of tensors read so far.
     """
 
@@ -61,12 +67,13 @@ class WeightsReader:
         """
         vocabulary = source.vocabulary()
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
+        self.vocabulary = Vocabulary(vocabulary.true_size, padded_vocab_size)
         rows = source_rows(source)
         accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
         for check in accounting.checks:
             _check_equal(source, check, tensors)
-        config = with_vocabulary(source.config, Vocabulary(vocabulary.true_size, padded_vocab_size))
+        config = with_vocabulary(source.config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
             "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
             "rules": source.tree_manifest.get("rules", ()),
@@ -74,15 +81,22 @@ class WeightsReader:
         sizes = source.family.sizes(source.config)
         axis_maps = {path: bind_row(row, sizes, {VOCAB_ATOM: padded_vocab_size}) for path, row in rows.items()}
         self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
+        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self.leaves = {
-            name: checkpoint_store.LeafSpec(leaf.axis_map.leaf_shape, _common_dtype(leaf), _read_unit(leaf))
+            name: checkpoint_store.LeafSpec(
+                leaf.axis_map.leaf_shape,
+                _common_dtype(leaf),
+                _read_unit(leaf, is_whole=is_decoded or (verify and _has_digests(leaf))),
+            )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.byte_sources)
-        self.read_nbytes = 0
+        self.is_remote = _is_remote(source)
         self._source, self._verify = source, verify
+        self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)
-        self._buffers = allocate_run_buffers()
+        self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
+        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
+        self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
         return self
@@ -95,38 +109,46 @@ class WeightsReader:
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
-        One whole tensor is in memory at a time.
+        Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is read
+        completely, unless the reader does not verify: its digests are those of all of its bytes.
 
         Args:
             name: Dotted name of the leaf.
             parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
-            PrepError: A file is broken or a tensor is damaged.
+            PrepError: A file is broken, or a tensor is damaged; the arrays must not be used then.
         """
         leaf = self._leaves[name]
         for array in parts.values():
             array.fill(0)
-        copies_by_tensor: dict[str, list[tuple[StridedCopy, np.ndarray]]] = {}
-        for box, array in parts.items():
-            for tensor_name, copy in leaf_box_copies(
-                leaf.axis_map, box, itemsize=1, unscanned_indices=leaf.unscanned_index
-            ):
-                copies_by_tensor.setdefault(tensor_name, []).append((copy, array))
-        for tensor_name, copies in copies_by_tensor.items():
-            values = self._read_tensor(leaf.tensors[tensor_name])
-            for copy, array in copies:
-                _copy_elements(copy, values, array)
+        errors = run_jobs(self._jobs(leaf, parts), self._run_job, self._buffers, self._num_threads)
+        if errors:
+            raise errors[0]
 
-    def _read_tensor(self, tensor: SourceTensor) -> np.ndarray:
-        """Read all elements of a tensor in C order and check them against its digests."""
-        raw = np.empty(tensor.nbytes, np.uint8)
-        for start, run in read_values(self._files, _stream(tensor), buffers=self._buffers):
-            raw[start : start + run.size] = run
-        self.read_nbytes += tensor.nbytes
-        if self._verify:
-            check_tensor(self._source, tensor, raw)
-        return raw.view(numpy_dtype(tensor.dtype))
+    def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorJob]:
+        """Yield the reads of all tensors that have elements in the boxes."""
+        targets: dict[str, list[Target]] = {}
+        for box, array in parts.items():
+            for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
+                targets.setdefault(part.tensor_name, []).append(Target(leaf.axis_map, part, array))
+        for name, tensor_targets in targets.items():
+            yield from tensor_jobs(
+                leaf.tensors[name], tensor_targets, is_checked=self._verify, max_gap_nbytes=self._max_gap_nbytes
+            )
+
+    def _run_job(self, job: TensorJob, buffer: ByteArray) -> None:
+        """Read a window or a whole tensor, and count its bytes."""
+        if job.window is None:
+            nbytes = read_checked(job, self._source, self._files, buffer)
+        else:
+            nbytes = read_window(job, job.window, self._files, buffer, max_gap_nbytes=self._max_gap_nbytes)
+        with self._count_lock:
+            self.read_nbytes += nbytes
+
+
+def _is_remote(source: Source) -> bool:
+    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
 
 
 def _group_by_leaf(
@@ -144,12 +166,27 @@ def _group_by_leaf(
     return {leaf: _LeafTensors(*rows[leaf], leaf_tensors) for leaf, leaf_tensors in tensors_by_leaf.items()}
 
 
-def _read_unit(leaf: _LeafTensors) -> tuple[int, ...]:
-    """Return the shape of the part of a leaf that one tensor fills: tensors are read as a whole."""
+def _has_digests(leaf: _LeafTensors) -> bool:
+    return any(tensor.digests for tensor in leaf.tensors.values())
+
+
+def _read_unit(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
+    """Return the shape of the boxes of a leaf that are read as a whole: one index of each tensor's first dim.
+
+    Args:
+        leaf: The leaf.
+        is_whole: Whether tensors are read as a whole.
+    """
     stacked = {factor.atom for factor in leaf.axis_map.stacked_factors}
-    return tuple(
-        math.prod(factor.extent for factor in dim if factor.atom not in stacked) for dim in leaf.axis_map.leaf_dims
-    )
+    free = [factor.atom for dim in leaf.axis_map.source_dims for factor in dim.factors if factor.fixed is None]
+    rows = "" if is_whole else next(iter(free), "")
+
+    def extent(dim: tuple[Factor, ...]) -> int:
+        factors = [factor for factor in dim if factor.atom not in stacked]
+        inner = factors[1:] if factors and factors[0].atom == rows else factors
+        return math.prod(factor.extent for factor in inner)
+
+    return tuple(extent(dim) for dim in leaf.axis_map.leaf_dims)
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:
@@ -158,20 +195,6 @@ def _common_dtype(leaf: _LeafTensors) -> str:
     if len(dtypes) == 1:
         return dtypes.pop()
     return "float64" if "float64" in dtypes else "float32"
-
-
-def _copy_elements(copy: StridedCopy, tensor: np.ndarray, array: np.ndarray) -> None:
-    """Copy elements of a tensor into an array; offsets and steps of the copy are in elements."""
-    shape = [*(count for count, _, _ in copy.dims), copy.width]
-    tensor_steps = [*(tensor_step for _, tensor_step, _ in copy.dims), 1]
-    array_steps = [*(array_step for _, _, array_step in copy.dims), 1]
-    source = _strided_view(tensor, copy.tensor_offset, shape, tensor_steps)
-    _strided_view(array.reshape(-1), copy.file_offset, shape, array_steps)[...] = source
-
-
-def _strided_view(flat: np.ndarray, start: int, shape: list[int], steps: list[int]) -> np.ndarray:
-    item_nbytes = flat.itemsize
-    return np.ndarray(shape, flat.dtype, flat, start * item_nbytes, [step * item_nbytes for step in steps])
 
 
 def _stream(tensor: SourceTensor) -> Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from prepcli.planning import coverage
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, TensorNames
 from prepcli.planning.chunk_placement import LeafPiece
 from prepcli.planning.grids import Placement, StridedPlacement
-from prepcli.planning.plan import Fill, Plan
+from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.planning.slabs import split_streams
 from prepcli.planning.state_names import PARAMS
 from prepcli.sources.source import Source, match_source_tensors, source_rows
@@ -26,6 +27,19 @@ from trainer.models.rule_text import merge_rules
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers
 COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "scan_axis", "prefixed", "tied")
+
+
+@dataclass(frozen=True, slots=True)
+class StartModel:
+    """A model that a run starts from without an Orbax checkpoint of prep.
+
+    Attributes:
+        manifest: The manifest that an init of the model would have.
+        small_files: Tokenizer and other files to copy to each step.
+    """
+
+    manifest: Mapping[str, Any]
+    small_files: tuple[SmallFile, ...]
 
 
 def plan_training_step(

@@ -123,16 +123,6 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
         assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
-def test_train_converts_hf_folder_first(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    make_checkpoint(work_dir / "neo", GPT_NEO)
-    write_tokenizer(work_dir / "neo")
-    capsys.readouterr()
-    code, report = train_json(capsys, "--set", "model.path=neo", "--set", "train.steps=3")
-    assert (code, report["step"]) == (OK, 3)
-    assert (work_dir / "runs/recipe/init/neo-init/_METADATA").is_file()
-    assert main(["inspect", "runs/recipe", "-q"]) == OK
-
-
 def start_train(*words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
@@ -319,15 +309,6 @@ def test_finished_run_needs_no_optimizer_state(work_dir: Path, capsys: pytest.Ca
     assert (code, report["output"], report["resumed_at"]) == (OK, "runs/recipe/12", 12)
 
 
-def test_converted_init_follows_the_mesh(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    words = ("--set", "model.path=tiny", "--restart", "--stop-after", "1", "-q")
-    assert main(["train", "recipe.toml", "--set", "mesh=1,8,1", *words]) == STOPPED
-    assert main(["train", "recipe.toml", "--set", "mesh=1,4,2", *words]) == STOPPED
-    code, what, *_ = train_error(capsys, "--set", "model.path=tiny", "--set", "mesh=1,8,1", "--restart", "--dry-run")
-    assert (code, what) == (USAGE, "tiny is a Hugging Face folder")
-    assert train_json(capsys, "--set", "model.path=tiny", "--set", "mesh=1,4,2", "--restart", "--dry-run")[0] == OK
-
-
 def test_unsupported_layout_is_rejected_before_work(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["save-init", "tiny", "--no-scan", "--mesh", "1,1,1", "--out", "apart", "-q"]) == OK
     code, what, *_ = train_error(capsys, "--set", "model.path=apart")
@@ -364,10 +345,10 @@ def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.Monk
     assert calls == [("tokenize", 20), (10,), (10,), ("tokenize", 5), (3,), (2,)]
 
 
-@pytest.mark.parametrize("whole", [(), ("data/f0", "init/x-1.3B-init"), ("data/f0.partial", "init/x-init.partial")])
+@pytest.mark.parametrize("whole", [(), ("data/f0",), ("data/f0.partial",)])
 def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence[str]):
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
-    expected = "" if not whole or "data/f0" not in whole else "the tokens, the converted checkpoint"
+    expected = "the tokens" if "data/f0" in whole else ""
     note = _kept_note(tmp_path / "run")
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")

@@ -12,6 +12,7 @@ from prepcli.cli.main import main
 from prepcli.commands import train_checks
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.execution import run_folder
+from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.prepcli.commands.test_train import RECIPE, WORDS, train_error, train_json, write_tokenizer
 from trainer.data import tokenize
@@ -41,14 +42,14 @@ def _work_dir(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Fail if a text is read or a model is converted."""
+    """Fail if a text or a tensor of a Hugging Face folder is read."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("data or weights were read")
 
     monkeypatch.setattr(tokenize, "hash_file", refuse)
     monkeypatch.setattr(tokenize, "read_text_chunks", refuse)
-    monkeypatch.setattr("prepcli.commands.train_start.save_init", refuse)
+    monkeypatch.setattr(WeightsReader, "read", refuse)
 
 
 @pytest.mark.usefixtures("_reads_nothing")

@@ -1,4 +1,4 @@
-"""`prep train` with partition rules of the recipe: losses, stored steps, resuming, and conversions before a run."""
+"""`prep train` with partition rules of the recipe: losses, stored steps, resuming and padding."""
 
 from __future__ import annotations
 
@@ -61,13 +61,10 @@ def test_empty_rules_replace_those_of_the_checkpoint(capsys: pytest.CaptureFixtu
         assert f"rules {text}\n" in capsys.readouterr().err
 
 
-def test_conversion_before_a_run_follows_the_rules(capsys: pytest.CaptureFixture[str]):
+def test_padding_of_a_hf_folder_follows_the_rules():
     rules = ("--set", 'rules=["vocab=fsdp", "embed=none"]', "--set", "model.path=tiny")
-    capsys.readouterr()
-    assert main(["train", "recipe.toml", "--stop-after", "1", *rules]) == STOPPED
-    options = "--mesh 1,2,4 --pad-vocab auto --rule 'vocab=fsdp' --rule 'embed=none'"
-    assert f"prep save-init {options}" in capsys.readouterr().err
-    manifest = read_manifest("runs/recipe/init/tiny-init")
+    assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *rules]) == STOPPED
+    manifest = read_manifest("runs/recipe/1")
     assert (manifest["rules"], manifest["config"]["vocab_size"]) == (["vocab=fsdp", "embed=none"], 132)
 
 

@@ -1,0 +1,60 @@
+"""Jobs that several threads take from one iterator, each thread with a buffer of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from prepcli.engine.budget import BufferPool
+from prepcli.engine.files import ByteArray
+from prepcli.engine.worker_thread import run_in_threads
+
+Job = TypeVar("Job")
+
+
+class _JobQueue(Generic[Job]):
+    """Thread-safe queue of jobs."""
+
+    def __init__(self, jobs: Iterator[Job]) -> None:
+        self._jobs, self._lock = jobs, threading.Lock()
+
+    def next(self) -> Job | None:
+        """Return the next job; None if there is none left, or after `stop`."""
+        with self._lock:
+            return next(self._jobs, None)
+
+    def stop(self) -> None:
+        """Drop the remaining jobs."""
+        with self._lock:
+            self._jobs = iter(())
+
+
+def run_jobs(
+    jobs: Iterator[Job], run: Callable[[Job, ByteArray], None], buffers: BufferPool, num_threads: int
+) -> list[BaseException]:
+    """Run jobs in threads until there are none left; after an error the remaining ones are dropped.
+
+    Args:
+        jobs: The jobs.
+        run: Runs a job with a buffer.
+        buffers: Buffers for the threads.
+        num_threads: Number of threads.
+
+    Returns:
+        The exceptions of signals, and then those of the jobs.
+    """
+    job_queue = _JobQueue(jobs)
+
+    def work() -> None:
+        (buffer,) = buffers.acquire(1)
+        try:
+            while (job := job_queue.next()) is not None:
+                run(job, buffer)
+        except BaseException:
+            job_queue.stop()
+            raise
+        finally:
+            buffers.release([buffer])
+
+    return run_in_threads(work, num_threads, on_interruption=job_queue.stop)

@@ -1,0 +1,187 @@
+"""Reads of tensors into boxes of leaves: windows of a tensor, or whole tensors that are checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from prepcli.engine.blobs import FilesAndBlobs
+from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.engine.fills import numpy_dtype
+from prepcli.engine.permute import assign_tiled
+from prepcli.engine.stream_values import read_values
+from prepcli.planning.boxes import Box, Range, full_box, split_merged_range, volume
+from prepcli.planning.plan import Stream
+from prepcli.planning.strided_copies import LeafBoxPart, StridedCopy, part_copies, tensor_box
+from prepcli.planning.tensors import itemsize
+from prepcli.planning.windows import (
+    file_strides,
+    merge_windows,
+    span_nbytes,
+    split_into_spans,
+    split_window,
+    window_copies,
+)
+from prepcli.restore.digest_checks import RECREATE_HINT, damaged_error
+from prepcli.sources.source import Source, SourceTensor
+from trainer.models.axis_map import AxisMap
+
+PIECE_NBYTES = 4 << 20  # upper limit of a window, and of one read
+BUFFER_NBYTES = 2 * (PIECE_NBYTES + PAGE)  # of a thread: bytes as they are stored, and in the tensor's order
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An array that a tensor fills in part.
+
+    Attributes:
+        axis_map: Maps the tensor's elements to the leaf's.
+        part: The tensor's part of the array's box of the leaf.
+        array: The array, in C order.
+    """
+
+    axis_map: AxisMap
+    part: LeafBoxPart
+    array: np.ndarray
+
+    def fill(self, window: Box, values: np.ndarray) -> None:
+        """Copy the elements of a window, given in C order, to the array."""
+        for copy in part_copies(self.axis_map, self.part, window=window):
+            shape = [*(count for count, _, _ in copy.dims), copy.width]
+            tensor_steps = [*(tensor_step for _, tensor_step, _ in copy.dims), 1]
+            array_steps = [*(array_step for _, _, array_step in copy.dims), 1]
+            source = _strided_view(values, copy.tensor_offset, shape, tensor_steps)
+            assign_tiled(_strided_view(self.array.reshape(-1), copy.file_offset, shape, array_steps), source)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorJob:
+    """A window of a tensor to read; None: the whole tensor, which is compared with its digests."""
+
+    tensor: SourceTensor
+    targets: Sequence[Target]
+    window: Box | None = None
+
+
+def tensor_jobs(
+    tensor: SourceTensor, targets: Sequence[Target], *, is_checked: bool, max_gap_nbytes: int
+) -> Iterator[TensorJob]:
+    """Yield the jobs that copy a tensor's elements to the targets.
+
+    Args:
+        tensor: The tensor.
+        targets: The arrays.
+        is_checked: Read the whole tensor and compare it with its digests, if it has any.
+        max_gap_nbytes: Shorter gaps between the runs of a window are read.
+    """
+    if is_checked and tensor.digests:
+        yield TensorJob(tensor, targets)
+        return
+    item_nbytes = itemsize(tensor.dtype)
+    axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
+    boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
+    for window in merge_windows(boxes, axis_strides, max_gap_nbytes):
+        for piece in split_window(window, axis_strides, PIECE_NBYTES // item_nbytes):
+            yield TensorJob(tensor, targets, piece)
+
+
+def read_window(
+    job: TensorJob, window: Box, files: Files | FilesAndBlobs, buffer: ByteArray, *, max_gap_nbytes: int
+) -> int:
+    """Read a window of at most PIECE_NBYTES and copy it to the targets.
+
+    Args:
+        job: The job.
+        window: Its window.
+        files: Reader of the source's files.
+        buffer: Page-aligned buffer of BUFFER_NBYTES.
+        max_gap_nbytes: Shorter gaps between runs are read.
+
+    Returns:
+        The number of bytes read.
+    """
+    tensor, read_nbytes = job.tensor, 0
+    item_nbytes = itemsize(tensor.dtype)
+    read_buffer, ordered = _split_buffer(buffer)
+    data = ordered[: volume(window) * item_nbytes]
+    for copy in window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window):
+        for span in split_into_spans(copy, max_nbytes=PIECE_NBYTES, max_gap_nbytes=max_gap_nbytes):
+            nbytes = span_nbytes(span)
+            stored = files.read_run(StridedCopy(0, span.file, span.file_offset, nbytes), read_buffer)
+            read_nbytes += nbytes
+            if span.width == data.size:
+                data = stored
+            else:
+                _copy_span(span, stored, data)
+    for target in job.targets:
+        target.fill(window, data.view(numpy_dtype(tensor.dtype)))
+    return read_nbytes
+
+
+def read_checked(job: TensorJob, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray) -> int:
+    """Read a whole tensor in C order, copy its parts to the targets, and compare it with its digests.
+
+    Args:
+        job: The job.
+        source: The checkpoint, for the error.
+        files: Reader of the source's files.
+        buffer: Page-aligned buffer of BUFFER_NBYTES.
+
+    Returns:
+        The number of bytes read.
+
+    Raises:
+        DamagedError: The bytes differ from a digest. The arrays must not be used then.
+    """
+    tensor, dtype = job.tensor, numpy_dtype(job.tensor.dtype)
+    read_buffer, ordered = (half[:PIECE_NBYTES] for half in _split_buffer(buffer))
+    for rows, digest in _digested_rows(tensor):
+        state = xxhash.xxh3_128()
+        stream = Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
+        for start, run in read_values(files, stream, buffers=(read_buffer, ordered)):
+            state.update(run.data)
+            values, filled = run.view(dtype), 0
+            first = start // dtype.itemsize
+            for window in split_merged_range((first, first + values.size), tensor.shape) if tensor.shape else ((),):
+                count = volume(window)
+                for target in job.targets:
+                    target.fill(window, values[filled : filled + count])
+                filled += count
+        if digest and state.hexdigest() != digest:
+            raise damaged_error(source, tensor, RECREATE_HINT)
+    return tensor.nbytes
+
+
+def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
+    """Yield row ranges that cover a tensor, each with its digest; empty for rows without one."""
+    (row, stop), *_ = full_box(tensor.shape) or ((0, 1),)
+    for low, high, digest in sorted(tensor.digests):
+        if row < low:
+            yield (row, low), ""
+        yield (low, high), digest
+        row = high
+    if row < stop:
+        yield (row, stop), ""
+
+
+def _split_buffer(buffer: ByteArray) -> tuple[ByteArray, ByteArray]:
+    half = PIECE_NBYTES + PAGE
+    return buffer[:half], buffer[half : 2 * half]
+
+
+def _copy_span(span: StridedCopy, stored: ByteArray, window: ByteArray) -> None:
+    """Copy the elements of a span from its bytes in the file to the bytes of a window."""
+    dims = span.dims
+    width = next((nbytes for nbytes in (8, 4, 2) if span.width % nbytes == 0), 1)
+    shape = [*(count for count, _, _ in dims), span.width // width]
+    source = np.ndarray(shape, f"u{width}", stored, 0, [*(file_stride for _, _, file_stride in dims), width])
+    steps = [*(tensor_stride for _, tensor_stride, _ in dims), width]
+    assign_tiled(np.ndarray(shape, f"u{width}", window, span.tensor_offset, steps), source)
+
+
+def _strided_view(flat: np.ndarray, start: int, shape: list[int], steps: list[int]) -> np.ndarray:
+    item_nbytes = flat.itemsize
+    return np.ndarray(shape, flat.dtype, flat, start * item_nbytes, [step * item_nbytes for step in steps])
