@@ -109,8 +109,8 @@ class WeightsReader:
     def read(self, name: str, parts: BoxArrays) -> None:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
-        Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is read
-        completely, unless the reader does not verify: its digests are those of all of its bytes.
+        Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is
+        read completely, unless the reader does not verify: its digests are those of all of its bytes.
 
         Args:
             name: Dotted name of the leaf.
