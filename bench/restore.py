@@ -60,7 +60,7 @@ def restore(path: Path, mesh: str, verify: bool, start: bool) -> RestoreCost:
     import jax
 
     from prepcli.restore.item_reader import open_reader
-    from trainer.training.checkpoint import load_float32_params
+    from trainer.training.loading import load_float32_params
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # return freed memory of earlier restores
@@ -114,7 +114,7 @@ def make_setup(reader: Any, mesh: str) -> Any:
 
 def read_state(reader: Any, setup: Any) -> Any:
     """Return the state of a saved step, or the initial state of an init."""
-    from trainer.training.checkpoint import init_state, restore_state
+    from trainer.training.loading import init_state, restore_state
 
     return (restore_state if reader.manifest["kind"] == "train" else init_state)(reader, setup)
 

@@ -165,7 +165,7 @@ def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
 
 def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
-    from trainer.training.checkpoint import init_state, restore_state
+    from trainer.training.loading import init_state, restore_state
 
     if not run.step:
         return init_state(reader, run.job.setup)

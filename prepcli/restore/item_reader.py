@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -79,9 +79,11 @@ class ItemReader:
     Attributes:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
-        leaves: Shape and dtype of each leaf, by dotted name.
+        leaves: Shape, dtype and read unit of each leaf, by dotted name.
         read_nbytes: Bytes read so far.
     """
+
+    is_remote = False
 
     def __init__(
         self,
@@ -101,7 +103,10 @@ class ItemReader:
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
         self._checksums, self._hint = checksums, hint
         self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
-        self.leaves = {meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype) for meta in item.arrays}
+        self.leaves = {
+            meta.name: checkpoint_store.LeafSpec(meta.shape, meta.dtype, _read_unit(item, number))
+            for number, meta in enumerate(item.arrays)
+        }
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
         self._files = Files(item.files if len(item.files) <= MAX_OPEN_FILES else ())
@@ -199,6 +204,18 @@ class ItemReader:
             raise chunk_error(chunk.blob, chunk.index, error) from error
 
 
+def _read_unit(item: OrbaxItem, array_number: int) -> tuple[int, ...]:
+    """Return the shape of the boxes of a leaf that are read as a whole: checksum blocks, or chunks to be decoded."""
+    meta = item.arrays[array_number]
+    if not is_read_directly(item, array_number) or not meta.chunk_shape:
+        return meta.chunk_shape
+    blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
+    axis, length = blocks.axis, meta.chunk_shape[blocks.axis]
+    is_regular = length == meta.shape[axis] or length % blocks.rows == 0  # blocks begin anew in each chunk
+    rows = min(blocks.rows, length) if is_regular else length
+    return (*(1,) * axis, rows, *meta.chunk_shape[axis + 1 :])
+
+
 def _copy_to_arrays(piece: _PieceJob, data: ByteArray) -> None:
     """Copy the bytes of a piece to all intersecting arrays."""
     values = data.view(numpy_dtype(piece.dtype)).reshape([high - low for low, high in piece.box])
@@ -288,11 +305,10 @@ def _piece_jobs(
     byte_strides = strides(meta.chunk_shape, item_nbytes)
     corner = [i * length for i, length in zip(index, meta.chunk_shape)]
     needed = [shifted(intersection(box, chunk_box(corner, meta)), corner, -1) for box in arrays]
-    bounding_box = _bounding_box(needed)
     if is_checked:
-        pieces = _block_pieces(bounding_box, meta)
+        pieces = _block_pieces(needed, meta)
     else:
-        pieces = _contiguous_pieces(bounding_box, meta.chunk_shape, item_nbytes)
+        pieces = _contiguous_pieces(_bounding_box(needed), meta.chunk_shape, item_nbytes)
     for piece in pieces:
         box = shifted(piece, corner, 1)
         touching = {array_box: array for array_box, array in arrays.items() if volume(intersection(array_box, box))}
@@ -336,22 +352,32 @@ def _contiguous_pieces(box: Box, chunk_shape: Sequence[int], item_nbytes: int) -
             yield (*((i, i + 1) for i in outer), rows, *box[axis + 1 :])
 
 
-def _block_pieces(box: Box, meta: ArrayMeta) -> Iterator[Box]:
-    """Yield boxes of whole checksum blocks that cover a box of a chunk.
+def _block_pieces(boxes: Sequence[Box], meta: ArrayMeta) -> Iterator[Box]:
+    """Yield boxes of whole checksum blocks that cover boxes of a chunk, and none that touches no box.
 
     Each is contiguous in the chunk and has at most PIECE_NBYTES, or one block.
     """
-    if not box:
-        yield box
+    if not meta.chunk_shape:
+        yield ()
         return
     blocks = chunk_blocks(meta.chunk_shape, meta.dtype)
-    axis, rows = blocks.axis, blocks.rows
-    low, high = box[axis][0] // rows * rows, min(meta.chunk_shape[axis], -(-box[axis][1] // rows) * rows)
-    length = max(1, PIECE_NBYTES // blocks.block_nbytes) * rows
-    for outer in itertools.product(*(range(*span) for span in box[:axis])):
-        for first in range(low, high, length):
-            span = (first, min(first + length, high))
-            yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
+    axis, length = blocks.axis, max(1, PIECE_NBYTES // blocks.block_nbytes) * blocks.rows
+    for outer in itertools.product(*(range(*span) for span in _bounding_box(boxes)[:axis])):
+        touching = (box for box in boxes if all(low <= i < high for i, (low, high) in zip(outer, box)))
+        for low, high in _block_spans((box[axis] for box in touching), blocks.rows, meta.chunk_shape[axis]):
+            for first in range(low, high, length):
+                span = (first, min(first + length, high))
+                yield (*((i, i + 1) for i in outer), span, *full_box(meta.chunk_shape[axis + 1 :]))
+
+
+def _block_spans(spans: Iterable[tuple[int, int]], rows: int, extent: int) -> Iterator[tuple[int, int]]:
+    """Widen spans of rows to whole blocks; yield the union as disjoint spans, ascending."""
+    widened = sorted((low // rows * rows, min(extent, -(-high // rows) * rows)) for low, high in spans if low < high)
+    while widened:
+        (low, high), *widened = widened
+        while widened and widened[0][0] <= high:
+            high = max(high, widened.pop(0)[1])
+        yield low, high
 
 
 def _direct_target(piece: _PieceJob, offset: int) -> ByteArray | None:

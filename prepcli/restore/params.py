@@ -36,7 +36,7 @@ class OpenedModel:
 
     def load(self, dtype_of: Callable[[str], str]) -> Tree:
         """Return the parameters as sharded arrays; `dtype_of` maps the dotted path of a leaf to its dtype."""
-        from trainer.training.checkpoint import load_params
+        from trainer.training.loading import load_params
 
         return load_params(self.reader, self.model, sharding=self.sharding, dtype_of=dtype_of)
 

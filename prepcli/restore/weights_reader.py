@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from prepcli.restore.job_queue import run_jobs
 from prepcli.restore.tensor_jobs import BUFFER_NBYTES, Target, TensorJob, read_checked, read_window, tensor_jobs
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from trainer.models import checkpoint_store
-from trainer.models.axis_map import AxisMap, bind_row
+from trainer.models.axis_map import AxisMap, Factor, bind_row
 
 BoxArrays = Mapping[Box, np.ndarray]
 MAX_THREADS = 4  # each has a buffer of 8 MiB
@@ -47,7 +48,8 @@ class WeightsReader:
 
     Attributes:
         manifest: The model's facts, as a manifest would record them.
-        leaves: Shape and dtype of each leaf, by dotted name.
+        leaves: Shape, dtype and read unit of each leaf, by dotted name.
+        is_remote: Whether the source's files are on a server.
         vocabulary: Vocabulary sizes of the leaves, padding included.
         read_nbytes: Bytes of tensors read so far.
     """
@@ -79,16 +81,21 @@ class WeightsReader:
         sizes = source.family.sizes(source.config)
         axis_maps = {path: bind_row(row, sizes, {VOCAB_ATOM: padded_vocab_size}) for path, row in rows.items()}
         self._leaves = _group_by_leaf(accounting.uses, axis_maps, tensors)
+        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self.leaves = {
-            name: checkpoint_store.LeafSpec(leaf.axis_map.leaf_shape, _common_dtype(leaf))
+            name: checkpoint_store.LeafSpec(
+                leaf.axis_map.leaf_shape,
+                _common_dtype(leaf),
+                _read_unit(leaf, is_whole=is_decoded or (verify and _has_digests(leaf))),
+            )
             for name, leaf in self._leaves.items()
         }
+        self.is_remote = _is_remote(source)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)
-        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = REMOTE_GAP_NBYTES if _is_remote(source) else MIN_RUN_NBYTES
+        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
         self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
@@ -157,6 +164,29 @@ def _group_by_leaf(
             tensors_by_leaf.setdefault(leaf, {})[name] = tensors[name]
             rows[leaf] = axis_map, {factor.atom: indices[factor.atom] for factor in axis_map.unscanned_factors}
     return {leaf: _LeafTensors(*rows[leaf], leaf_tensors) for leaf, leaf_tensors in tensors_by_leaf.items()}
+
+
+def _has_digests(leaf: _LeafTensors) -> bool:
+    return any(tensor.digests for tensor in leaf.tensors.values())
+
+
+def _read_unit(leaf: _LeafTensors, *, is_whole: bool) -> tuple[int, ...]:
+    """Return the shape of the boxes of a leaf that are read as a whole: one index of each tensor's first dim.
+
+    Args:
+        leaf: The leaf.
+        is_whole: Whether tensors are read as a whole.
+    """
+    stacked = {factor.atom for factor in leaf.axis_map.stacked_factors}
+    free = [factor.atom for dim in leaf.axis_map.source_dims for factor in dim.factors if factor.fixed is None]
+    rows = "" if is_whole else next(iter(free), "")
+
+    def extent(dim: tuple[Factor, ...]) -> int:
+        factors = [factor for factor in dim if factor.atom not in stacked]
+        inner = factors[1:] if factors and factors[0].atom == rows else factors
+        return math.prod(factor.extent for factor in inner)
+
+    return tuple(extent(dim) for dim in leaf.axis_map.leaf_dims)
 
 
 def _common_dtype(leaf: _LeafTensors) -> str:

@@ -28,7 +28,7 @@ def start_processes(
     module: str = "prepcli",
     stdin: Path | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start `prep WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
+    """Start `python -m MODULE WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
 
     Args:
         *words: Words of the command line.

@@ -140,10 +140,15 @@ class MemoryReader:
 
     arrays: Mapping[str, np.ndarray]
     manifest: Mapping[str, Any] = field(default_factory=dict)
+    is_remote: bool = False
+    read_units: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def leaves(self) -> Mapping[str, LeafSpec]:
-        return {name: LeafSpec(array.shape, array.dtype.name) for name, array in self.arrays.items()}
+        return {
+            name: LeafSpec(array.shape, array.dtype.name, self.read_units.get(name, ()))
+            for name, array in self.arrays.items()
+        }
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         for box, array in parts.items():

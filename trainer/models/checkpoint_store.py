@@ -18,10 +18,18 @@ from trainer.models.partition import Box
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """Shape and dtype of a leaf in a checkpoint."""
+    """A leaf in a checkpoint.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        read_unit: Shape of the boxes that are read as a whole, on a grid that begins at index 0; () if every element
+            can be read alone.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    read_unit: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,11 @@ class CheckpointReader(Protocol):
     @property
     def leaves(self) -> Mapping[str, LeafSpec]:
         """Its leaves by dotted name."""
+        ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its bytes come over the network, so that no page cache shares the reads of several processes."""
         ...
 
     def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:

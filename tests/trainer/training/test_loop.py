@@ -14,7 +14,7 @@ from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.training.checkpoint import restore_state
+from trainer.training.loading import restore_state
 from trainer.training.loop import Job, Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trainer.training.step import TrainState

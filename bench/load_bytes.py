@@ -1,0 +1,179 @@
+"""Load a checkpoint's parameters in several processes: bytes read, seconds and peak memory of each process.
+
+    python -m bench.load_bytes CHECKPOINT --mesh 1,1,8 --processes 8
+    python -m bench.load_bytes HF_FOLDER --mesh 1,1,8 --processes 8 --orbax
+
+Each mesh is loaded twice: with own reads of every process, and with reads that are exchanged over the devices. The page
+cache of the files is dropped before each load. Bytes are those that the reader counts. All processes run on this
+machine and exchange bytes over the loopback interface, so that the seconds say little about a cluster.
+
+`--orbax` loads the tensors of a Hugging Face folder with the safetensors loader of Orbax v1, split by rows and by
+columns over all devices. Its bytes are the `rchar` counter of /proc/self/io.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.restore import drop_page_cache, read_process_counter
+from tests.helpers.processes import free_port
+
+WORKER = "PREP_BENCH_PROCESS"
+
+
+def start_worker(options: argparse.Namespace, index: int) -> None:
+    """Connect this process with the others."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    jax.distributed.initialize(
+        f"127.0.0.1:{options.port}",
+        num_processes=options.processes,
+        process_id=index,
+        cluster_detection_method="deactivate",
+    )
+    jax.block_until_ready(jax.numpy.zeros(()))
+
+
+def load_with_prep(options: argparse.Namespace) -> tuple[Any, int]:
+    """Load the parameters in float32; return them and the bytes read."""
+    from prepcli.restore.params import open_model
+    from prepcli.sources.locate import locate
+    from prepcli.sources.opening import open_source
+    from trainer.training.leaf_loading import LeafLoader
+    from trainer.training.loading import load_leaves
+
+    source = open_source(locate(str(options.checkpoint)))
+    with open_model(source, options.checkpoint, options.mesh, verify=True, on_unchecked=lambda: None) as opened:
+        loader = LeafLoader(opened.reader, exchanges=options.load == "exchange")
+        params = load_leaves(loader, opened.model, sharding=opened.sharding, dtype_of=lambda path: "float32")
+        return params, opened.reader.read_nbytes
+
+
+def load_with_orbax(options: argparse.Namespace) -> tuple[Any, int]:
+    """Load all tensors of a safetensors file, split along one dim over all devices."""
+    import jax
+    import orbax.checkpoint.experimental.v1 as orbax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(jax.devices(), ("devices",))
+    dim = {"orbax-rows": 0, "orbax-columns": 1}[options.load]
+    with orbax.Context(checkpoint_layout=orbax.options.CheckpointLayout.SAFETENSORS):
+        metadata = orbax.pytree_metadata(options.checkpoint).metadata
+        target = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(
+                    mesh,
+                    PartitionSpec(*(None,) * dim, "devices")
+                    if len(leaf.shape) > 1 and leaf.shape[dim] % mesh.size == 0
+                    else PartitionSpec(),
+                ),
+            )
+            for name, leaf in metadata.items()
+        }
+        before = read_process_counter("rchar")
+        tree = orbax.load_pytree(options.checkpoint, target)
+    jax.block_until_ready(tree)
+    return tree, read_process_counter("rchar") - before
+
+
+def run_worker(options: argparse.Namespace, index: int) -> dict[str, float]:
+    """Load once; return the cost in this process."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    start_worker(options, index)
+    multihost_utils.sync_global_devices("start")
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak RSS
+    anonymous_nbytes, start_s = read_process_counter("RssAnon"), time.monotonic()
+    load = load_with_orbax if options.load.startswith("orbax") else load_with_prep
+    tree, read_nbytes = load(options)
+    jax.block_until_ready(tree)
+    seconds = time.monotonic() - start_s
+    peak_nbytes = read_process_counter("VmHWM") - read_process_counter("RssFile") - anonymous_nbytes
+    leaves = jax.tree.leaves(tree)
+    device_nbytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+    multihost_utils.sync_global_devices("end")
+    return {
+        "read": read_nbytes,
+        "seconds": seconds,
+        "arrays": device_nbytes,
+        "extra": peak_nbytes - device_nbytes,
+    }
+
+
+def run_load(options: argparse.Namespace, mesh: str, load: str) -> list[dict[str, float]]:
+    """Load once with cold files; return the cost of each process."""
+    drop_page_cache(options.checkpoint)
+    command = [sys.executable, "-m", "bench.load_bytes", str(options.checkpoint), "--mesh", mesh, "--load", load]
+    command += ["--processes", str(options.processes), "--devices", str(options.devices), "--port", str(free_port())]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            command, env={**environment, WORKER: str(index)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for index in range(options.processes)
+    ]
+    outputs = [worker.communicate() for worker in workers]
+    for worker, (_, stderr) in zip(workers, outputs):
+        if worker.returncode:
+            raise SystemExit(stderr[-3000:])
+    return [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+
+
+def cost_text(costs: list[dict[str, float]], nbytes: int) -> str:
+    """Return one line with the bytes, time and memory of a load."""
+    read = [cost["read"] for cost in costs]
+    each = f"{min(read) / 1e6:.0f} to {max(read) / 1e6:.0f} MB each"
+    total = f"{sum(read) / 1e6:.0f} MB in all = {sum(read) / nbytes:.3f} x"
+    memory = f"{max(cost['extra'] for cost in costs) / 2**20:.0f} MiB beyond the arrays"
+    return f"{max(cost['seconds'] for cost in costs):6.2f} s, {each}, {total}, at most {memory}"
+
+
+def stored_nbytes(checkpoint: Path) -> int:
+    """Return the bytes of all parameters as they are stored."""
+    from prepcli.sources.locate import locate
+    from prepcli.sources.opening import open_source
+
+    return sum(tensor.nbytes for tensor in open_source(locate(str(checkpoint))).tensors)
+
+
+def main() -> None:
+    """Load with each mesh and method, and print the costs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of an init or a Hugging Face model")
+    parser.add_argument("--mesh", action="append", help="mesh; may be repeated")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices of each process")
+    parser.add_argument("--orbax", action="store_true", help="load with Orbax v1 too")
+    parser.add_argument("--load", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    meshes = options.mesh or ["8,1,1", "1,8,1", "1,2,4"]
+    if WORKER in os.environ:
+        options.mesh = meshes[0]
+        print(json.dumps(run_worker(options, int(os.environ[WORKER]))))
+        return
+    nbytes = stored_nbytes(options.checkpoint)
+    loads = [(mesh, load) for mesh in meshes for load in ("own", "exchange")]
+    if options.orbax:
+        loads += [(meshes[0], "orbax-rows"), (meshes[0], "orbax-columns")]
+    print(f"{options.checkpoint.name}: {nbytes / 1e6:.0f} MB, {options.processes} x {options.devices} CPU devices")
+    for mesh, load in loads:
+        name = load if load.startswith("orbax") else f"{mesh} {load}"
+        print(f"{name:16} {cost_text(run_load(options, mesh, load), nbytes)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

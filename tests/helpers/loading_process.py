@@ -1,0 +1,55 @@
+"""One of several processes that load the same leaves: `python -m tests.helpers.loading_process`.
+
+It checks the loaded shards and prints the number of elements that this process has read, and that of the leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tests.helpers.runs import MemoryReader
+from trainer.models.partition import Box
+from trainer.training.leaf_loading import LeafLoader
+
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
+UNITS = {"rows": (1, 4, 48), "layers": (1, 32, 48), "whole": (6, 32, 48)}
+
+
+class CountingReader(MemoryReader):
+    """A reader that counts elements."""
+
+    count = 0
+
+    def read(self, name: str, parts: dict[Box, np.ndarray]) -> None:
+        self.count += sum(array.size for array in parts.values())
+        super().read(name, parts)
+
+
+def main() -> None:
+    """Load each leaf onto each mesh."""
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"],
+        num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+        process_id=int(os.environ["JAX_PROCESS_ID"]),
+        cluster_detection_method="deactivate",
+    )
+    array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
+    reader = CountingReader(dict.fromkeys(UNITS, array), read_units=UNITS)
+    loader = LeafLoader(reader, exchanges=True)
+    for sizes in MESHES:
+        mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3)
+        sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp", "mp"))
+        for name in UNITS:
+            leaf = loader.load(name, jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), array[shard.index])
+    print(json.dumps({"read": reader.count, "elements": array.size * len(UNITS) * len(MESHES)}))
+
+
+if __name__ == "__main__":
+    main()

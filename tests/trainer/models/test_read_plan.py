@@ -1,0 +1,124 @@
+"""Read plans: every element of a leaf is read once in the whole job, by devices that share the work evenly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.models import read_plan
+from trainer.models.read_plan import ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
+
+AXES = ("dp", "fsdp", "mp")
+
+
+@st.composite
+def leaves_with_units(draw: st.DrawFn) -> tuple[ShardedLeaf, tuple[int, ...]]:
+    """Draw a leaf on a mesh, and the shape of its read units: one index in some dims, blocks of one dim, whole dims."""
+    sizes = {axis: draw(st.sampled_from([1, 2, 3, 4])) for axis in AXES}
+    num_dims = draw(st.integers(1, 3))
+    split_axes: list[tuple[str, ...]] = [()] * num_dims
+    for axis in draw(st.permutations(AXES)):
+        dim = draw(st.integers(-1, num_dims - 1))
+        if dim >= 0 and sizes[axis] > 1:
+            split_axes[dim] += (axis,)
+    shape = tuple(math.prod(sizes[axis] for axis in axes) * draw(st.integers(1, 9)) for axes in split_axes)
+    block_dim = draw(st.integers(0, num_dims - 1))
+    block = draw(st.integers(1, shape[block_dim]))
+    return ShardedLeaf(shape, tuple(split_axes), tuple(sizes.items())), (
+        *(1,) * block_dim,
+        block,
+        *shape[block_dim + 1 :],
+    )
+
+
+def coordinates_of(leaf: ShardedLeaf) -> list[dict[str, int]]:
+    """Return the mesh coordinates of all devices."""
+    names, sizes = zip(*leaf.mesh_sizes)
+    return [dict(zip(names, position)) for position in itertools.product(*map(range, sizes))]
+
+
+def count_reads(plan: ReadPlan) -> tuple[np.ndarray, list[int]]:
+    """Return how often each element is read, and the elements that each device reads."""
+    counts = np.zeros(plan.leaf.shape, int)
+    volumes: list[int] = []
+    for coordinates in coordinates_of(plan.leaf):
+        boxes = [plan.box(slab, coordinates) for slab in plan.slabs(4)]
+        volumes.append(sum(math.prod(high - low for low, high in box) for box in boxes))
+        for box in boxes:
+            counts[tuple(slice(*span) for span in box)] += 1
+    return counts, volumes
+
+
+@given(leaves_with_units(), st.sampled_from([64, 1024, 1 << 20]))
+def test_boxes_of_a_plan_cover_each_element_once(case: tuple[ShardedLeaf, tuple[int, ...]], slab_nbytes: int):
+    leaf, unit = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_plan, "SLAB_NBYTES", slab_nbytes)
+        patch.setattr(read_plan, "MAX_SLAB_NBYTES", slab_nbytes)
+        plan = choose_read_plan(leaf, unit, 4)
+        if plan is not None:
+            assert (count_reads(plan)[0] == 1).all()
+
+
+@given(leaves_with_units())
+def test_boxes_of_a_plan_cut_no_unit(case: tuple[ShardedLeaf, tuple[int, ...]]):
+    leaf, unit = case
+    plan = choose_read_plan(leaf, unit, 4)
+    if plan is None:
+        return
+    for slab, coordinates in itertools.product(plan.slabs(4), coordinates_of(leaf)):
+        for (low, high), length, extent in zip(plan.box(slab, coordinates), unit, leaf.shape):
+            assert low == high or (low % length == 0 and (high % length == 0 or high == extent))
+
+
+@given(leaves_with_units())
+def test_devices_read_equal_shares_within_a_unit_per_slab(case: tuple[ShardedLeaf, tuple[int, ...]]):
+    leaf, unit = case
+    plan = choose_read_plan(leaf, unit, 4)
+    if plan is not None and plan.num_units % plan.num_readers == 0 and plan.num_rows % plan.unit_rows == 0:
+        _, volumes = count_reads(plan)
+        slack = len(list(plan.slabs(4))) * plan.unit_rows * math.prod(leaf.shape) // leaf.shape[plan.row_dim]
+        assert max(volumes) - min(volumes) <= slack
+
+
+def test_choose_read_plan_reads_whole_layers_of_a_stack():
+    leaf = ShardedLeaf((24, 2048, 768), ((), ("mp",), ("fsdp",)), (("dp", 1), ("fsdp", 2), ("mp", 4)))
+    plan = choose_read_plan(leaf, (1, 682, 768), 4)
+    assert plan is not None
+    assert (plan.row_dim, plan.exchanges) == (0, (("mp", 1), ("fsdp", 2)))
+    assert set(count_reads(plan)[1]) == {3 * 2048 * 768}
+
+
+def test_choose_read_plan_splits_large_layers_by_rows():
+    leaf = ShardedLeaf((32, 4096, 11008), ((), ("fsdp",), ("mp",)), (("dp", 2), ("fsdp", 4), ("mp", 2)))
+    plan = choose_read_plan(leaf, (1, 16, 11008), 4)
+    assert plan is not None
+    assert (plan.row_dim, plan.outer_dims, plan.keeps_rows) == (1, (0,), True)
+    assert plan.exchanges == (("mp", 2), ("dp", None)), "rows of other fsdp shards are not exchanged"
+    slab = next(plan.slabs(4))
+    assert slab.rows * 11008 // 2 * 4 <= read_plan.SLAB_NBYTES
+
+
+def test_choose_read_plan_leaves_small_leaves_whole():
+    leaf = ShardedLeaf((768,), ((),), (("dp", 8),))
+    assert choose_read_plan(leaf, (768,), 4) is None
+    assert choose_read_plan(ShardedLeaf((), (), (("dp", 8),)), (), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("boxes", "ratio"),
+    [
+        ({0: [((0, 4), (0, 8))], 1: [((4, 8), (0, 8))]}, 1.0),
+        ({0: [((0, 8), (0, 4))], 1: [((0, 8), (4, 8))]}, 2.0),
+        ({0: [((0, 8), (0, 4)), ((0, 8), (4, 8))]}, 1.0),
+        ({0: [((0, 3), (0, 8))], 1: [((3, 8), (0, 8))]}, 1.25),
+    ],
+    ids=["rows", "columns", "columns of one process", "cut unit"],
+)
+def test_read_ratio_counts_units_that_processes_share(boxes: dict[int, list[read_plan.Box]], ratio: float):
+    assert read_ratio(boxes, (8, 8), (2, 8)) == ratio

@@ -1,0 +1,108 @@
+"""Leaves that are read once in the job and exchanged between devices equal the stored ones, on any mesh."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tests.helpers import runs
+from tests.helpers.processes import finish, start_processes
+from trainer.models import read_plan
+from trainer.models.partition import Box
+from trainer.training import leaf_loading
+from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+
+MESHES = ["8,1,1", "1,8,1", "1,1,8", "2,2,2", "1,2,4", "4,1,2"]
+
+
+class CountingReader(runs.MemoryReader):
+    """A reader that counts how often each element of a leaf is read."""
+
+    def read(self, name: str, parts: dict[Box, np.ndarray]) -> None:
+        self.counts = getattr(self, "counts", {})
+        counts = self.counts.setdefault(name, np.zeros(self.arrays[name].shape, int))
+        for box in parts:
+            counts[tuple(slice(*span) for span in box)] += 1
+        super().read(name, parts)
+
+
+def sharding_of(mesh: str, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    """Return a sharding on 8 devices."""
+    devices = np.array(jax.devices()[:8]).reshape([int(size) for size in mesh.split(",")])
+    return NamedSharding(Mesh(devices, ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3), PartitionSpec(*axes))
+
+
+def check_exchange(array: np.ndarray, unit: tuple[int, ...], sharding: NamedSharding, dtype: str = "") -> None:
+    """Load an array with exchanges; compare all shards, and check that each element was read once."""
+    reader = CountingReader({"x": array}, read_units={"x": unit})
+    expected = array.astype(dtype or array.dtype)
+    target = jax.ShapeDtypeStruct(array.shape, expected.dtype, sharding=sharding)
+    loaded = LeafLoader(reader, exchanges=True).load_exchanged("x", target, sharding)
+    assert loaded.sharding.is_equivalent_to(sharding, array.ndim)
+    for shard in loaded.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(expected[shard.index]).tobytes()
+    assert (reader.counts["x"] == 1).all()
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit slabs to 2 KiB, so that each leaf has several."""
+    monkeypatch.setattr(read_plan, "SLAB_NBYTES", 2 << 10)
+    monkeypatch.setattr(read_plan, "MAX_SLAB_NBYTES", 2 << 10)
+
+
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"])
+def test_exchanged_leaf_equals_the_stored_one(mesh: str, unit: tuple[int, ...]):
+    array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
+    check_exchange(array, unit, sharding_of(mesh, None, "fsdp", "mp"))
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_exchanged_leaf_may_have_shards_that_cut_units():
+    array = np.random.default_rng(0).standard_normal((40, 16), np.float32)
+    for mesh in ("1,8,1", "2,4,1", "1,2,4"):
+        check_exchange(array, (3, 16), sharding_of(mesh, "fsdp", "mp"))
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_exchanged_leaf_may_split_a_dim_over_several_axes():
+    array = np.random.default_rng(0).integers(0, 99, (16, 24), np.int32)
+    check_exchange(array, (2, 24), sharding_of("2,2,2", None, ("mp", "fsdp")))
+    check_exchange(array, (2, 24), sharding_of("2,2,2", ("mp", "dp"), "fsdp"))
+    check_exchange(array, (16, 1), sharding_of("2,2,2", "fsdp", "mp"))
+
+
+def test_exchange_keeps_the_bits_of_all_numbers():
+    """Negative zeros and subnormals survive broadcasts, exchanges and the cast from bfloat16."""
+    values = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+    numbers = np.where(np.isnan(values.astype(np.float32)), 0, values)
+    for unit, dtype in (((256, 256), ""), ((8, 256), ""), ((8, 256), "float32")):
+        check_exchange(numbers, unit, sharding_of("2,2,2", "fsdp", "mp"), dtype)
+
+
+def test_exchanged_leaf_may_be_a_scalar():
+    check_exchange(np.array(7, np.int32), (), sharding_of("2,2,2"))
+
+
+def test_exchange_is_faster_on_several_hosts_or_from_a_server(monkeypatch: pytest.MonkeyPatch):
+    local, remote = runs.MemoryReader({}), runs.MemoryReader({}, is_remote=True)
+    assert not exchange_is_faster(remote), "one process has nobody to exchange with"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for num_hosts, expected in ((1, [False, True]), (2, [True, True])):
+        monkeypatch.setattr(leaf_loading, "_count_hosts", lambda count=num_hosts: count)
+        assert [exchange_is_faster(local), exchange_is_faster(remote)] == expected
+
+
+def test_two_processes_read_each_element_once_together():
+    outputs = finish(start_processes(count=2, devices=4, module="tests.helpers.loading_process"))
+    assert [code for code, _, _ in outputs] == [0, 0], [stderr[-2000:] for *_, stderr in outputs]
+    reports = [json.loads(stdout.splitlines()[-1]) for _, stdout, _ in outputs]
+    assert sum(report["read"] for report in reports) == reports[0]["elements"]
+    assert min(report["read"] for report in reports) > 0.4 * reports[0]["elements"]

@@ -1,0 +1,140 @@
+"""The exchange of a leaf's parts over the devices' network, after each device has read a part of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.models.mesh import MeshAxes
+from trainer.models.read_plan import ReadPlan, ShardedLeaf
+
+SlabUpdate = Callable[[jax.Array, jax.Array, Sequence[int]], jax.Array]
+
+
+def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf:
+    """Return the mesh axes that split each dim of a leaf."""
+    entries = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    sizes = sharding.mesh.shape
+    axes = (() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries)
+    split_axes = tuple(tuple(axis for axis in names if sizes[axis] > 1) for names in axes)
+    return ShardedLeaf(shape, split_axes, tuple(sizes.items()))
+
+
+@lru_cache(maxsize=1024)
+def allocation_program(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    """Compile the allocation of a leaf on its devices."""
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def part_sharding(plan: ReadPlan, sharding: NamedSharding) -> NamedSharding:
+    """Return the sharding of the array of all devices' parts of a slab."""
+    entries: list[MeshAxes] = [plan.leaf.split_axes[dim] if dim in plan.kept_dims else () for dim in _dims(plan)]
+    entries[plan.row_dim] += plan.reading_axes
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries))
+
+
+@lru_cache(maxsize=1024)
+def slab_program(plan: ReadPlan, sharding: NamedSharding, rows: int) -> SlabUpdate:
+    """Compile the exchange of a slab's parts and its copy into the leaf, which is donated.
+
+    Args:
+        plan: The division of the leaf.
+        sharding: Sharding of the leaf.
+        rows: Rows of the slab.
+
+    Returns:
+        A function of the leaf, the array of parts and the slab's start.
+    """
+
+    def update(leaf: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+        for axis, dim in plan.exchanges:
+            if dim is None:
+                part = lax.all_gather(part, axis, axis=plan.row_dim, tiled=True)
+            else:
+                part = lax.all_to_all(part, axis, split_axis=dim, concat_axis=plan.row_dim, tiled=True)
+        part = widen(lax.slice_in_dim(part, 0, rows, axis=plan.row_dim), leaf.dtype)
+        starts = [start[dim] for dim in _dims(plan)]
+        if plan.keeps_rows:
+            return lax.dynamic_update_slice(leaf, part, starts)
+        shard_start = _shard_index(plan.leaf, plan.row_dim) * leaf.shape[plan.row_dim]
+        return _update_overlap(leaf, part, starts, plan.row_dim, starts[plan.row_dim] - shard_start)
+
+    in_specs = (sharding.spec, part_sharding(plan, sharding).spec, PartitionSpec())
+    mapped = jax.shard_map(update, mesh=sharding.mesh, in_specs=in_specs, out_specs=sharding.spec, check_vma=False)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _update_overlap(
+    shard: jax.Array, slab: jax.Array, starts: Sequence[jax.Array], row_dim: int, first: jax.Array
+) -> jax.Array:
+    """Copy the rows of a slab that belong to a shard.
+
+    Args:
+        shard: The shard.
+        slab: The slab.
+        starts: Start of the slab in the dims other than `row_dim`.
+        row_dim: The dim of rows.
+        first: The slab's first row, relative to the shard; may be outside.
+    """
+    length = min(slab.shape[row_dim], shard.shape[row_dim])
+    window_start = jnp.clip(first, 0, shard.shape[row_dim] - length)
+    starts = [window_start if dim == row_dim else start for dim, start in enumerate(starts)]
+    window_shape = [length if dim == row_dim else extent for dim, extent in enumerate(slab.shape)]
+    window = lax.dynamic_slice(shard, starts, window_shape)
+    rows = window_start - first + jnp.arange(length)  # the slab's row of each row of the window
+    is_inside = (rows >= 0) & (rows < slab.shape[row_dim])
+    is_inside = lax.broadcast_in_dim(is_inside, window.shape, (row_dim,))
+    shifted = jnp.take(slab, jnp.clip(rows, 0, slab.shape[row_dim] - 1), axis=row_dim)
+    return lax.dynamic_update_slice(shard, jnp.where(is_inside, shifted, window), starts)
+
+
+@lru_cache(maxsize=1024)
+def broadcast_program(leaf: ShardedLeaf, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Compile the copy of a whole leaf from one device to the shards of all.
+
+    Returns:
+        A function of an array [devices, ...leaf] that is split over all mesh axes: the leaf on one device, zeros on
+        the others.
+    """
+    axes = tuple(axis for axis, _ in leaf.mesh_sizes)
+
+    def broadcast(part: jax.Array) -> jax.Array:
+        # bits are summed, as 0.0 + -0.0 is 0.0
+        bits = lax.bitcast_convert_type(part[0], jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
+        wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits
+        whole = lax.psum(wide, axes)
+        extents = [leaf.shard_extent(dim) for dim in range(len(leaf.shape))]
+        starts = [_shard_index(leaf, dim) * extent for dim, extent in enumerate(extents)]
+        return lax.bitcast_convert_type(lax.dynamic_slice(whole, starts, extents).astype(bits.dtype), part.dtype)
+
+    mapped = jax.shard_map(
+        broadcast, mesh=sharding.mesh, in_specs=PartitionSpec(axes), out_specs=sharding.spec, check_vma=False
+    )
+    return jax.jit(mapped)
+
+
+def exchange_dtype(stored: str, target: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of the exchanged parts: bfloat16 values are widened to float32 after the exchange."""
+    return jnp.dtype(jnp.bfloat16) if (stored, target) == ("bfloat16", jnp.float32) else target
+
+
+def widen(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Convert bfloat16 to float32, if that is `dtype`, by moving bits: devices may flush subnormal values."""
+    if x.dtype == dtype:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << 16, dtype)
+
+
+def _shard_index(leaf: ShardedLeaf, dim: int) -> jax.Array:
+    """Return the index along a dim of this device's shard, in a computation on each device."""
+    return jnp.asarray(lax.axis_index(leaf.split_axes[dim]) if leaf.split_axes[dim] else 0, jnp.int32)
+
+
+def _dims(plan: ReadPlan) -> range:
+    return range(len(plan.leaf.shape))

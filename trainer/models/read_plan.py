@@ -1,0 +1,252 @@
+"""Plans of loading a sharded leaf in several processes such that each byte is read once in the whole job. Pure.
+
+A leaf is loaded slab by slab. The devices that need rows of the same slab read disjoint rows of it, and exchange them:
+a mesh axis that splits another dim of the leaf by all-to-all, an axis that replicates the leaf by all-gather.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.models.mesh import MeshAxes
+from trainer.models.partition import Box
+
+SLAB_NBYTES = 16 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
+MAX_SLAB_NBYTES = 4 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedLeaf:
+    """A leaf on a device mesh.
+
+    Attributes:
+        shape: Its shape.
+        split_axes: Mesh axes that split each dim, major first.
+        mesh_sizes: Name and size of each mesh axis.
+    """
+
+    shape: tuple[int, ...]
+    split_axes: tuple[MeshAxes, ...]
+    mesh_sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh."""
+        return math.prod(size for _, size in self.mesh_sizes)
+
+    def num_shards(self, dim: int) -> int:
+        """Return the number of shards along a dim."""
+        sizes = dict(self.mesh_sizes)
+        return math.prod(sizes[axis] for axis in self.split_axes[dim])
+
+    def shard_extent(self, dim: int) -> int:
+        """Return the extent of a shard along a dim."""
+        return self.shape[dim] // self.num_shards(dim)
+
+    def shard_index(self, dim: int, coordinates: Mapping[str, int]) -> int:
+        """Return the index along a dim of the shard of the device at some mesh coordinates."""
+        return self.rank(self.split_axes[dim], coordinates)
+
+    def rank(self, axes: Iterable[str], coordinates: Mapping[str, int]) -> int:
+        """Return the rank of a device among those that differ in `axes` only; the first axis is the major one."""
+        sizes, rank = dict(self.mesh_sizes), 0
+        for axis in axes:
+            rank = rank * sizes[axis] + coordinates[axis]
+        return rank
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Rows of a leaf that are exchanged together: one slab of each shard along the axes that are not exchanged.
+
+    Attributes:
+        start: Index of its first element; relative to the shard in the dims whose split is kept.
+        rows: Number of rows.
+        rows_per_device: Number of rows that a device reads; the last devices may read fewer.
+    """
+
+    start: tuple[int, ...]
+    rows: int
+    rows_per_device: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The division of a leaf into slabs, and of each slab between devices.
+
+    Attributes:
+        leaf: The leaf.
+        row_dim: Dim along which devices divide a slab. Its indices are called rows.
+        outer_dims: Dims with one index per slab.
+        unit_rows: Rows that are read together.
+        keeps_rows: Whether a device reads only rows of its own shard. Otherwise the whole slab is gathered, because
+            shards begin within a unit.
+    """
+
+    leaf: ShardedLeaf
+    row_dim: int
+    outer_dims: tuple[int, ...]
+    unit_rows: int
+    keeps_rows: bool
+
+    @property
+    def kept_dims(self) -> tuple[int, ...]:
+        """Dims whose split is the same before and after the exchange."""
+        return (*self.outer_dims, self.row_dim) if self.keeps_rows else self.outer_dims
+
+    @property
+    def exchanges(self) -> tuple[tuple[str, int | None], ...]:
+        """Mesh axes of the collectives in their order, each with the dim that it splits; None for an all-gather."""
+        kept = {axis for dim in self.kept_dims for axis in self.leaf.split_axes[dim]}
+        moved = [
+            (axis, dim)
+            for dim, axes in enumerate(self.leaf.split_axes)
+            if dim != self.row_dim
+            for axis in axes
+            if axis not in kept
+        ]
+        moved_axes = {axis for axis, _ in moved}
+        gathered = [axis for axis, size in self.leaf.mesh_sizes if size > 1 and axis not in kept | moved_axes]
+        return (*moved, *((axis, None) for axis in gathered))
+
+    @property
+    def reading_axes(self) -> MeshAxes:
+        """Mesh axes that divide a slab, major first: the last collective joins the largest parts."""
+        return tuple(axis for axis, _ in reversed(self.exchanges))
+
+    @property
+    def num_readers(self) -> int:
+        """Number of devices that divide a slab."""
+        sizes = dict(self.leaf.mesh_sizes)
+        return math.prod(sizes[axis] for axis in self.reading_axes)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that slabs divide."""
+        return self.leaf.shard_extent(self.row_dim) if self.keeps_rows else self.leaf.shape[self.row_dim]
+
+    @property
+    def num_units(self) -> int:
+        """Number of units that slabs divide."""
+        return -(-self.num_rows // self.unit_rows)
+
+    def min_slab_nbytes(self, itemsize: int) -> int:
+        """Return the size of the smallest slab on a device after the exchange: one unit of each device."""
+        sizes = dict(self.leaf.mesh_sizes)
+        num_shards = math.prod(sizes[axis] for axis, dim in self.exchanges if dim is not None)
+        inner = (n for dim, n in enumerate(self.leaf.shape) if dim not in (*self.outer_dims, self.row_dim))
+        return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
+
+    def slabs(self, itemsize: int) -> Iterator[Slab]:
+        """Yield the slabs in the order of their elements."""
+        max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
+        num_slabs = -(-self.num_units // (self.num_readers * max_units))
+        units = -(-self.num_units // (self.num_readers * num_slabs))
+        step = units * self.num_readers * self.unit_rows
+        outer = [
+            range(self.leaf.shard_extent(dim)) if dim in self.outer_dims else range(1)
+            for dim in range(len(self.leaf.shape))
+        ]
+        for index in itertools.product(*outer):
+            for first in range(0, self.num_rows, step):
+                rows = min(step, self.num_rows - first)
+                start = (*index[: self.row_dim], first, *index[self.row_dim + 1 :])
+                yield Slab(start, rows, self._rows_per_device(rows))
+
+    def _rows_per_device(self, rows: int) -> int:
+        num_units = -(-rows // self.unit_rows)
+        return -(-num_units // self.num_readers) * self.unit_rows
+
+    def part_shape(self, slab: Slab) -> tuple[int, ...]:
+        """Return the shape of a device's part of a slab."""
+        shape = [1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)]
+        shape[self.row_dim] = slab.rows_per_device
+        return tuple(shape)
+
+    def parts_shape(self, slab: Slab) -> tuple[int, ...]:
+        """Return the shape of the array of all devices' parts of a slab."""
+        shape = list(self.part_shape(slab))
+        for dim in self.kept_dims:
+            shape[dim] *= self.leaf.num_shards(dim)
+        shape[self.row_dim] *= self.num_readers
+        return tuple(shape)
+
+    def box(self, slab: Slab, coordinates: Mapping[str, int]) -> Box:
+        """Return the box of the leaf that the device at some mesh coordinates reads of a slab; it may be empty."""
+        box = [(0, extent) for extent in self.leaf.shape]
+        for dim in self.outer_dims:
+            index = self.leaf.shard_index(dim, coordinates) * self.leaf.shard_extent(dim) + slab.start[dim]
+            box[dim] = (index, index + 1)
+        first = slab.start[self.row_dim]
+        shard_start = self.leaf.shard_index(self.row_dim, coordinates) * self.num_rows if self.keeps_rows else 0
+        low = min(slab.rows, self.leaf.rank(self.reading_axes, coordinates) * slab.rows_per_device)
+        high = min(slab.rows, low + slab.rows_per_device)
+        box[self.row_dim] = (shard_start + first + low, shard_start + first + high)
+        return tuple(box)
+
+
+def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> ReadPlan | None:
+    """Choose how devices divide a leaf.
+
+    The best dim has small slabs that all devices divide evenly. Of such dims, those whose shards begin with a unit need
+    the least communication, and the first one has the longest contiguous byte ranges.
+
+    Args:
+        leaf: The leaf.
+        unit: Shape of the boxes of the leaf that are read together.
+        itemsize: Bytes of an element.
+
+    Returns:
+        The plan; None if one device should read the whole leaf, which is smaller than one slab.
+    """
+    plans = list(_candidate_plans(leaf, unit))
+    if not plans:
+        return None
+
+    def cost(plan: ReadPlan) -> tuple[bool, bool, bool, int]:
+        nbytes = plan.min_slab_nbytes(itemsize)
+        is_even = plan.num_units % plan.num_readers == 0 or plan.num_units >= 4 * plan.num_readers
+        is_small = nbytes <= MAX_SLAB_NBYTES
+        return (not is_small, not is_even, not plan.keeps_rows, 0 if is_small else nbytes)
+
+    best = min(plans, key=cost)
+    return None if best.min_slab_nbytes(itemsize) > math.prod(leaf.shape) * itemsize else best
+
+
+def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPlan]:
+    """Yield a plan for each dim with more than one unit, as long as shards begin with a unit in the dims before it."""
+    outer: list[int] = []
+    for dim, extent in enumerate(leaf.shape):
+        if extent <= unit[dim]:
+            continue
+        is_aligned = leaf.num_shards(dim) == 1 or leaf.shard_extent(dim) % unit[dim] == 0
+        yield ReadPlan(leaf, dim, tuple(outer), unit[dim], is_aligned)
+        if unit[dim] > 1:
+            return
+        outer.append(dim)
+
+
+def read_ratio(boxes_by_process: Mapping[int, Iterable[Box]], shape: Sequence[int], unit: Sequence[int]) -> float:
+    """Return the elements that all processes read, divided by the elements of the leaf, if each reads its own boxes.
+
+    Boxes of one process that touch the same units share one read.
+
+    Args:
+        boxes_by_process: Boxes of the leaf that each process needs.
+        shape: Shape of the leaf.
+        unit: Shape of the boxes that are read together.
+    """
+    total = 0
+    for boxes in boxes_by_process.values():
+        widened = {
+            tuple(
+                (low // length * length, min(-(-high // length) * length, extent))
+                for (low, high), length, extent in zip(box, unit, shape, strict=True)
+            )
+            for box in boxes
+        }
+        total += sum(math.prod(high - low for low, high in box) for box in widened)
+    return total / max(1, math.prod(shape))
