@@ -157,9 +157,11 @@ class RunFolder:
         try:
             if error is None:
                 self._wait_for_save()
-            elif self._group.count == 1 or isinstance(error, PrepError):  # else a process may be lost
+            elif self._group.count == 1 or isinstance(error, PrepError):
                 with contextlib.suppress(Exception):
                     self._wait_for_save()
+            elif self._pending and self._pending.is_done:  # otherwise a process may be lost
+                self._wait_for_save()
         finally:
             self.close()
 
@@ -202,9 +204,7 @@ class RunFolder:
         """
         self._wait_for_save()
         if self._has_memory(leaves):
-            copies = {
-                name: leaf.copy_shards() if self._group.count > 1 else leaf.copy() for name, leaf in leaves.items()
-            }
+            copies = {name: leaf.on_host() for name, leaf in leaves.items()}
             self._pending = BackgroundSave(partial(self._save, step, copies, manifest_fields))
             return self._pending
         start_s = time.monotonic()

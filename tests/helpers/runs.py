@@ -16,7 +16,7 @@ from trainer.data.order import SampleOrder
 from trainer.data.packing import PackedDataset
 from trainer.data.store import MappedTokens
 from trainer.distributed.sharding import ShardingContext, make_sharding_context
-from trainer.models.checkpoint_store import HostLeaf, LeafSpec
+from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree
@@ -167,7 +167,7 @@ class MemoryStore:
     def open(self, step: int) -> MemoryReader:
         return self.saved[step]
 
-    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> FinishedSave:
+    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
         assert step not in self.saved
         self.saved[step] = MemoryReader(
             {name: leaf.fetch().copy() for name, leaf in leaves.items()}, dict(manifest_fields)

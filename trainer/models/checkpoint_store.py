@@ -38,8 +38,7 @@ class HostShard:
 
     Attributes:
         box: Its box of the leaf.
-        fetch: Returns its values on the host. They may be a view of the state, which the next training step changes.
-            Called once.
+        fetch: Copies it to the host, in C order. Later training steps do not change the result. Called once.
     """
 
     box: Box
@@ -71,27 +70,21 @@ class HostLeaf:
         return sum(math.prod(stop - start for start, stop in shard.box) for shard in self.shards)
 
     def fetch(self) -> np.ndarray:
-        """Return the whole leaf on the host, perhaps as a view of the state; its shards must cover it."""
-        return self.shards[0].fetch() if len(self.shards) == 1 else self._join()
-
-    def copy(self) -> HostLeaf:
-        """Return the whole leaf with a copy of its values; its shards must cover it. A fetch hands the copy over."""
-        values = [self._join()]
-        return HostLeaf.whole(self.shape, self.dtype, fetch=values.pop)
-
-    def copy_shards(self) -> HostLeaf:
-        """Return the leaf with a copy of each shard's values. A fetch hands the copy over."""
-        copies = tuple(HostShard(shard.box, [np.array(shard.fetch())].pop) for shard in self.shards)
-        return HostLeaf(self.shape, self.dtype, copies)
-
-    def _join(self) -> np.ndarray:
+        """Copy the whole leaf to the host; its shards must cover it."""
         first, *others = self.shards
         values = first.fetch()
+        if not others:
+            return values
         leaf = np.empty(self.shape, values.dtype)
         leaf[_index(first.box)] = values
         for shard in others:
             leaf[_index(shard.box)] = shard.fetch()
         return leaf
+
+    def on_host(self) -> HostLeaf:
+        """Fetch all shards; return a leaf that hands the results over."""
+        shards = tuple(HostShard(shard.box, [shard.fetch()].pop) for shard in self.shards)
+        return HostLeaf(self.shape, self.dtype, shards)
 
 
 def _index(box: Box) -> tuple[slice, ...]:

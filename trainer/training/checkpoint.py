@@ -40,9 +40,11 @@ def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:
 
 
 def _fetch_shard(shard: jax.Shard) -> np.ndarray:
-    """Return a shard's values on the host; on a CPU device they are a view of the shard.
+    """Copy a shard to the host.
 
-    A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early.
+    A JAX array caches its host copy for as long as it lives: a temporary array frees the copy early. The values of a
+    CPU device are not copied. JAX does not donate a buffer that a NumPy array refers to, so that steps leave it alone.
     """
     data = shard.data
+    assert data is not None  # it is addressable
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.errors import OK, STOPPED, USAGE
+from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.processes import finish, start_processes
 from tests.prepcli.commands.test_train import make_training_folder
@@ -49,6 +49,17 @@ def test_one_process_resumes_a_step_of_two(work_dir: Path):
     assert main(["export", "run", "--out", "learned", "-q"]) == OK
     check_codes(finish(start("run", 1, steps=3)))
     assert saved_steps(Path("run")) == [1, 2, 3]
+
+
+def test_failed_save_ends_all_processes(work_dir: Path):
+    """The save in the background fails in process 0: something else has the name of the step."""
+    Path("run").mkdir()
+    for name in (".lock", "2"):
+        Path("run", name).touch()
+    results = finish(start("run", 2, steps=200))
+    assert [code for code, _, _ in results] == [FAILED] * 2, results
+    assert all("run/2 exists" in stderr for _, _, stderr in results), results
+    assert saved_steps(Path("run")) == [1]
 
 
 def test_train_rejects_an_object_store(work_dir: Path, capsys: pytest.CaptureFixture[Any]):

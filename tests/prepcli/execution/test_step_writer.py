@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -110,12 +111,20 @@ def test_save_fails_in_all_processes(init: Path, state: TrainingState, tmp_path:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "1"]
 
 
-def test_start_save_saves_the_values_of_its_call(init: Path, state: TrainingState, tmp_path: Path):
-    values = {name: value.copy() for name, value in state.items()}
+def test_start_save_fetches_in_the_callers_thread(init: Path, state: TrainingState, tmp_path: Path):
+    threads: set[int] = set()
+
+    def fetch(value: np.ndarray) -> np.ndarray:
+        threads.add(threading.get_ident())
+        return value
+
+    leaves = {
+        name: HostLeaf.whole(value.shape, value.dtype.name, fetch=partial(fetch, value))
+        for name, value in state.items()
+    }
     with RunFolder(tmp_path / "run", init, name="tuned") as store:
-        save = store.start_save(1, host_leaves(values), {"recipe": "steps = 1"})
-        for value in values.values():
-            value[...] = 0
+        save = store.start_save(1, leaves, {"recipe": "steps = 1"})
+        assert threads == {threading.get_ident()}
         assert save.wait() > 0
         assert save.is_done
     save_steps(tmp_path / "expected", init, {1: state})
@@ -127,8 +136,8 @@ def test_start_save_copies_only_into_free_memory(
     init: Path, state: TrainingState, tmp_path: Path, free_nbytes: int | None, is_copied: bool, monkeypatch
 ):
     copies: list[HostLeaf] = []
-    copy = HostLeaf.copy
-    monkeypatch.setattr(HostLeaf, "copy", lambda leaf: copies.append(leaf) or copy(leaf))
+    on_host = HostLeaf.on_host
+    monkeypatch.setattr(HostLeaf, "on_host", lambda leaf: copies.append(leaf) or on_host(leaf))
     with RunFolder(tmp_path / "run", init, name="tuned", free_memory_nbytes=lambda: free_nbytes) as store:
         save = store.start_save(1, host_leaves(state), {})
         assert save.is_done or is_copied

@@ -81,3 +81,23 @@ def test_host_leaves_do_not_keep_fetched_arrays():
     leaves = host_leaves(runs.make_state(runs.make_setup(mesh="1,2,4")))
     fetched = [weakref.ref(leaf.fetch()) for leaf in leaves.values()]
     assert not [name for name, array in zip(leaves, fetched) if array() is not None]
+
+
+@pytest.mark.parametrize("mesh", ["1,2,4", "2,2,2"])
+def test_host_leaves_keep_their_values_in_later_steps(mesh: str):
+    state = runs.make_state(runs.make_setup(mesh=mesh))
+    expected = runs.state_bytes(jax.tree.map(jax.numpy.copy, state))
+    leaves = {name: leaf.on_host() for name, leaf in host_leaves(state).items()}
+    change = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    for _ in range(3):
+        state = jax.block_until_ready(change(state))
+    assert {name: leaf.fetch().tobytes() for name, leaf in leaves.items()} == expected
+
+
+def test_host_leaves_have_every_element_once():
+    state = runs.make_state(runs.make_setup(mesh="4,2,1"))
+    for leaf in host_leaves(state).values():
+        counts = np.zeros(leaf.shape, int)
+        for shard in leaf.shards:
+            counts[tuple(slice(*ends) for ends in shard.box)] += 1
+        assert (counts == 1).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
+from trainer.models.checkpoint_store import HostLeaf, PendingSave
 from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.loading import restore_state
@@ -270,8 +271,8 @@ class DelayedStore(runs.MemoryStore):
 
     save_error: PrepError | None = None
 
-    def start_save(self, step: int, *args: Any) -> Any:
-        super().start_save(step, *args)
+    def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
+        super().start_save(step, leaves, manifest_fields)
         return DelayedSave(2, self.save_error)
 
 
