@@ -15,7 +15,7 @@ from trainer.models.mesh import MeshAxes
 from trainer.models.partition import Box
 
 SLAB_NBYTES = 16 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
-MAX_SLAB_NBYTES = 4 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
+MAX_SLAB_NBYTES = 2 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
     Args:
         leaf: The leaf.
         unit: Shape of the boxes of the leaf that are read together.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of an exchanged element.
 
     Returns:
         The plan; None if one device should read the whole leaf, which is smaller than one slab.

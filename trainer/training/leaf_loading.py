@@ -85,12 +85,12 @@ class LeafLoader:
         """
         leaf, spec = sharded_leaf(target.shape, sharding), self.reader.leaves[name]
         unit = spec.read_unit or (1,) * len(spec.shape)
-        plan = choose_read_plan(leaf, unit, target.dtype.itemsize)
+        dtype = exchange_dtype(spec.dtype, target.dtype)
+        plan = choose_read_plan(leaf, unit, dtype.itemsize)
         if plan is None:
             return self._broadcast(name, leaf, sharding, target.dtype)
-        dtype = exchange_dtype(spec.dtype, target.dtype)
         array = allocation_program(target.shape, target.dtype, sharding)()
-        for slab in plan.slabs(target.dtype.itemsize):
+        for slab in plan.slabs(dtype.itemsize):
             parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
             jax.block_until_ready(array)  # bounds the slabs in memory; the last exchange ran during this read
             array = slab_program(plan, sharding, slab.rows)(array, parts, np.array(slab.start, np.int32))
