@@ -24,7 +24,7 @@ from trainer.distributed.exchange import (
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.partition import Box
-from trainer.models.read_plan import ReadPlan, ShardedLeaf, Slab, choose_read_plan, read_ratio
+from trainer.models.read_plan import ReadPlan, RowSlab, ShardedLeaf, choose_read_plan, read_ratio
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
 ALIGNMENT_NBYTES = 4096
@@ -106,7 +106,7 @@ class LeafLoader:
         return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
 
     def _read_parts(
-        self, name: str, plan: ReadPlan, *, slab: Slab, sharding: NamedSharding, dtype: np.dtype
+        self, name: str, plan: ReadPlan, *, slab: RowSlab, sharding: NamedSharding, dtype: np.dtype
     ) -> jax.Array:
         """Read the parts of a slab for the devices of this process."""
         shape = plan.part_shape(slab)
