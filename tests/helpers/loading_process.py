@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ class CountingReader(MemoryReader):
 
     count = 0
 
-    def read(self, name: str, parts: dict[Box, np.ndarray]) -> None:
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         self.count += sum(array.size for array in parts.values())
         super().read(name, parts)
 
