@@ -79,13 +79,15 @@ def merge_windows(windows: Sequence[Box], axis_strides: Sequence[int], max_gap_n
     merged: list[Box] = []
     for window in windows:
         box = window
-        while (
-            other := next((o for o in merged if _is_mergeable(box, o, axis_strides, max_gap_nbytes)), None)
-        ) is not None:
+        while (other := _mergeable_box(box, merged, axis_strides, max_gap_nbytes)) is not None:
             merged.remove(other)
             box = _union(box, other)
         merged.append(box)
     return merged
+
+
+def _mergeable_box(box: Box, others: Sequence[Box], axis_strides: Sequence[int], max_gap_nbytes: int) -> Box | None:
+    return next((other for other in others if _is_mergeable(box, other, axis_strides, max_gap_nbytes)), None)
 
 
 def _union(a: Box, b: Box) -> Box:

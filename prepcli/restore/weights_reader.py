@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -94,8 +93,9 @@ class WeightsReader:
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)
+        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
+        self._max_gap_nbytes = REMOTE_GAP_NBYTES if _is_remote(source) else MIN_RUN_NBYTES
         self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
@@ -110,7 +110,7 @@ class WeightsReader:
         """Fill each array (C order) with its box of a leaf, cast to the array's dtype.
 
         Only the byte ranges of the boxes are read, in threads with small buffers. A tensor with recorded digests is
-        read completely, unless the reader does not verify: its digests are those of all of its bytes.
+        read completely if the reader verifies: its digests are those of all of its bytes.
 
         Args:
             name: Dotted name of the leaf.

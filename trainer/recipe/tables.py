@@ -39,7 +39,7 @@ class Model(BaseModel):
     model_config = STRICT
 
     path: PathText = Field(
-        description="an init checkpoint, a step of a run, or a Hugging Face folder", examples=["gpt-neo-1.3B-init"]
+        description="a checkpoint of any format: a path, a hub id, or a URL", examples=["gpt-neo-1.3B-init"]
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

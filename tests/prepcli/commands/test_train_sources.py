@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prepcli.cli.main import main
@@ -17,12 +18,14 @@ from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.fork_server import start_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import serve_objects
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
 from tests.prepcli.commands.test_train import (
     make_training_folder,
+    read_losses,
     read_step_files,
     train_error,
     train_json,
@@ -162,3 +165,13 @@ def test_model_in_an_object_store_is_trained(monkeypatch: pytest.MonkeyPatch):
 def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--stream", "--set", "model.path=tiny")
     assert (code, what) == (USAGE, "`--stream` has no effect")
+
+
+def test_two_processes_start_from_a_folder():
+    assert main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", "model.path=tiny"]) == STOPPED
+    words = ("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny", "--out", "two", "-q")
+    results = finish(start_processes(*words, count=2, devices=4))
+    assert [code for code, _, _ in results] == [STOPPED] * 2, results
+    np.testing.assert_allclose(read_losses("two"), read_losses("runs/recipe"), rtol=1e-5)
+    assert Path("two/2/state/hf/tokenizer.json").is_file()
+    assert not Path("two/init").exists()

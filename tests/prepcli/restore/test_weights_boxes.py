@@ -92,18 +92,18 @@ def read_count(reader: WeightsReader, name: str, boxes: list[Box]) -> float:
 
 def test_rows_and_whole_leaves_are_read_once(wide: Path):
     with open_weights(wide) as reader:
-        _, embed, mlp = reader.leaves[UP].shape  # the tensor is [mlp, embed]
-        assert read_count(reader, UP, [((0, 2), (0, embed), (0, mlp))]) == 1
-        assert read_count(reader, UP, [((0, 2), (0, embed), (mlp // 4, mlp // 2))]) == 1
-        assert read_count(reader, UP, [((1, 2), (0, embed), (0, 8)), ((0, 1), (0, embed), (8, mlp))]) == 1
+        _, mlp, embed = reader.leaves[UP].shape
+        assert read_count(reader, UP, [((0, 2), (0, mlp // 2), (0, embed))]) == 1
+        assert read_count(reader, UP, [((0, 2), (mlp // 4, mlp // 2), (0, embed))]) == 1
+        assert read_count(reader, UP, [((1, 2), (0, 8), (0, embed)), ((0, 1), (8, mlp), (0, embed))]) == 1
         for name, leaf in reader.leaves.items():
             assert read_count(reader, name, [tuple((0, n) for n in leaf.shape)]) == 1
 
 
 def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
     with open_weights(wide) as reader:
-        _, embed, mlp = reader.leaves[UP].shape
-        columns: list[Box] = [((0, 2), (low, low + embed // 4), (0, mlp)) for low in range(0, embed, embed // 4)]
+        _, mlp, embed = reader.leaves[UP].shape
+        columns: list[Box] = [((0, 2), (0, mlp), (low, low + embed // 4)) for low in range(0, embed, embed // 4)]
         assert read_count(reader, UP, columns) == 1, "together they are the whole leaf"
         assert read_count(reader, UP, columns[:1]) == pytest.approx(4, abs=0.1), "short runs are read with the gaps"
         reader._max_gap_nbytes = 64
@@ -112,19 +112,20 @@ def test_columns_are_read_once_if_all_are_wanted_or_long(wide: Path):
 
 
 @pytest.mark.parametrize("kind", ["hf", "bin", "hf-flax", "easylm"])
-def test_half_of_a_leaf_on_an_outer_axis_of_the_file_is_read_once(formats, kind: str):
+def test_shard_of_long_runs_in_the_file_is_read_once(formats, kind: str):
     with open_weights(formats(kind), verify=False) as reader:
-        layers, embed, mlp = reader.leaves[UP].shape
+        layers, mlp, embed = reader.leaves[UP].shape
         is_transposed = kind in ("hf-flax", "easylm")  # stored as [embed, mlp]
-        box = ((0, layers), (0, embed // 2), (0, mlp)) if is_transposed else ((0, layers), (0, embed), (0, mlp // 2))
-        assert read_count(reader, UP, [box]) * 2 == 1, "bfloat16 is read into float32"
+        rows, columns = ((0, mlp), (0, embed // 2)) if is_transposed else ((0, mlp // 2), (0, embed))
+        count = read_count(reader, UP, [((0, layers), rows, columns)])
+        assert count == 0.5, "bfloat16 is read into float32"
 
 
 def test_memory_of_a_read_does_not_depend_on_the_tensor(wide: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensor_jobs, "PIECE_NBYTES", 64 << 10)
     with open_weights(wide) as reader:
-        _, embed, mlp = reader.leaves[UP].shape
-        parts = part_arrays([((0, 1), (0, 8), (0, mlp))], "float32")
+        _, mlp, embed = reader.leaves[UP].shape
+        parts = part_arrays([((0, 1), (0, 8), (0, embed))], "float32")
         tracemalloc.start()
         reader.read(UP, parts)
         _, peak = tracemalloc.get_traced_memory()

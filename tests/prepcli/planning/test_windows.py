@@ -1,0 +1,112 @@
+"""Windows of tensors compared with whole-array NumPy: any box, any placement, any split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prepcli.planning.boxes import Box, strides, volume
+from prepcli.planning.plan import Contiguous, Strided
+from prepcli.planning.strided_copies import StridedCopy, leaf_box_parts, part_copies, tensor_box
+from prepcli.planning.windows import (
+    file_strides,
+    merge_windows,
+    span_nbytes,
+    split_into_spans,
+    split_window,
+    window_copies,
+)
+from tests.helpers.strategies import axis_maps, boxes, leaf_by_numpy, random_tensors
+from trainer.models.axis_map import AxisMap
+
+ITEM = 4
+
+
+def elements(copy: StridedCopy) -> list[tuple[int, int]]:
+    """Return (tensor offset, file offset) of each byte of a copy."""
+    moves = itertools.product(*(range(count) for count, _, _ in copy.dims), range(copy.width))
+    strides_of = [*((tensor, file) for _, tensor, file in copy.dims), (1, 1)]
+    return [
+        tuple(sum(i * step[side] for i, step in zip(index, strides_of)) + start for side, start in enumerate(starts))
+        for starts in [(copy.tensor_offset, copy.file_offset)]
+        for index in moves
+    ]
+
+
+@st.composite
+def shaped_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Draw a shape and boxes in it that are not empty."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    return shape, [draw(boxes(shape).filter(volume)) for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(axis_maps(), st.data())
+def test_windows_of_the_parts_of_a_box_fill_it(row: AxisMap, data: st.DataObject):
+    tensors, box = random_tensors(row), data.draw(boxes(row.leaf_shape))
+    expected = leaf_by_numpy(row, tensors)[tuple(slice(*span) for span in box)]
+    out = np.zeros(expected.size, tensors[next(iter(tensors))].dtype)
+    for part in leaf_box_parts(row, box):
+        window = tensor_box(row, part.atom_ranges)
+        for piece in split_window(window, strides(row.source_shape), data.draw(st.integers(1, 5))):
+            values = tensors[part.tensor_name][tuple(slice(*span) for span in piece)].reshape(-1)
+            for copy in part_copies(row, part, window=piece):
+                for tensor_offset, file_offset in elements(copy):
+                    out[file_offset] = values[tensor_offset]
+    np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+
+
+@given(shaped_boxes(), st.permutations(range(3)), st.booleans())
+def test_copies_of_a_window_read_its_elements(
+    drawn: tuple[tuple[int, ...], list[Box]], order: list[int], is_view: bool
+):
+    shape, (window, *_) = drawn
+    tensor = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    axes = [axis for axis in order if axis < len(shape)] if is_view else list(range(len(shape)))
+    stored = np.ascontiguousarray(tensor.transpose(axes))
+    view_strides = tuple(stored.transpose(np.argsort(axes)).strides)
+    placement = (Strided(0, 8, view_strides),) if is_view else (Contiguous(0, 8),)
+    file_bytes = np.concatenate([np.zeros(8, np.uint8), stored.reshape(-1).view(np.uint8)])
+    out = np.zeros(volume(window) * ITEM, np.uint8)
+    for copy in window_copies(placement, shape, item_nbytes=ITEM, window=window):
+        for span in split_into_spans(copy, max_nbytes=24, max_gap_nbytes=9):
+            assert span_nbytes(span) <= max(24, copy.width)
+            for tensor_offset, file_offset in elements(span):
+                out[tensor_offset] = file_bytes[file_offset]
+    expected = tensor[tuple(slice(*span) for span in window)]
+    np.testing.assert_array_equal(out.view(np.int32).reshape(expected.shape), expected)
+
+
+@given(shaped_boxes(), st.integers(1, 40))
+def test_merged_windows_cover_the_windows(drawn: tuple[tuple[int, ...], list[Box]], max_gap: int):
+    shape, windows = drawn
+    merged = merge_windows(windows, file_strides((Contiguous(0, 0),), shape, 1), max_gap)
+    assert len(merged) <= len(windows)
+    for window in windows:
+        assert any(all(a <= low and high <= b for (low, high), (a, b) in zip(window, box)) for box in merged)
+
+
+@given(shaped_boxes(), st.integers(1, 20), st.permutations([1, 7, 50]))
+def test_split_window_has_each_element_once(
+    drawn: tuple[tuple[int, ...], list[Box]], max_volume: int, axis_strides: list[int]
+):
+    shape, (window, *_) = drawn
+    counts = np.zeros(shape, int)
+    for piece in split_window(window, axis_strides, max_volume):
+        assert 0 < volume(piece) <= max_volume
+        counts[tuple(slice(*span) for span in piece)] += 1
+    expected = np.zeros(shape, int)
+    expected[tuple(slice(*span) for span in window)] = 1
+    np.testing.assert_array_equal(counts, expected)
+
+
+def test_adjacent_windows_and_short_gaps_are_merged():
+    axis_strides = (100, 1)
+    rows: list[Box] = [((0, 2), (0, 50)), ((2, 4), (0, 50)), ((9, 10), (0, 50))]
+    assert merge_windows(rows, axis_strides, 32) == [((0, 4), (0, 50)), ((9, 10), (0, 50))]
+    columns: list[Box] = [((0, 4), (0, 5)), ((0, 4), (20, 30)), ((0, 4), (90, 100))]
+    assert merge_windows(columns, axis_strides, 32) == [((0, 4), (0, 30)), ((0, 4), (90, 100))]
+    assert file_strides((Contiguous(0, 0),), (3, 5), 2) == (10, 2)
