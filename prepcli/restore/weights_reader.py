@@ -89,13 +89,12 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = _is_remote(source)
+        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)
-        is_decoded = any(isinstance(blob, CachedBlob) for blob in source.blobs)
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = REMOTE_GAP_NBYTES if _is_remote(source) else MIN_RUN_NBYTES
+        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
         self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
@@ -145,10 +144,6 @@ class WeightsReader:
             nbytes = read_window(job, job.window, self._files, buffer, max_gap_nbytes=self._max_gap_nbytes)
         with self._count_lock:
             self.read_nbytes += nbytes
-
-
-def _is_remote(source: Source) -> bool:
-    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
 
 
 def _group_by_leaf(

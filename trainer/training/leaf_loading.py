@@ -68,10 +68,11 @@ class LeafLoader:
         spec, sharding = _checked_spec(name, self.reader.leaves.get(name), target.shape), target.sharding
         assert isinstance(sharding, Sharding)
         unit = spec.read_unit or (1,) * len(spec.shape)
-        if self.exchanges and isinstance(sharding, NamedSharding):
-            if read_ratio(boxes_by_process(sharding, target.shape), target.shape, unit) > MAX_READ_RATIO:
-                return self.load_exchanged(name, target, sharding)
-        return self._load_directly(name, target, sharding)
+        if not self.exchanges or not isinstance(sharding, NamedSharding):
+            return self._load_directly(name, target, sharding)
+        if read_ratio(boxes_by_process(sharding, target.shape), target.shape, unit) <= MAX_READ_RATIO:
+            return self._load_directly(name, target, sharding)
+        return self.load_exchanged(name, target, sharding)
 
     def load_exchanged(self, name: str, target: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.Array:
         """Load one leaf such that each of its bytes is read by one device only.
