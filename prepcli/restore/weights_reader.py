@@ -90,7 +90,7 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = _is_remote(source)
+        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)
@@ -145,10 +145,6 @@ class WeightsReader:
             nbytes = read_window(job, job.window, self._files, buffer, max_gap_nbytes=self._max_gap_nbytes)
         with self._count_lock:
             self.read_nbytes += nbytes
-
-
-def _is_remote(source: Source) -> bool:
-    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
 
 
 def _group_by_leaf(

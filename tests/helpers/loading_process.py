@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.helpers.runs import MemoryReader
 from trainer.models.partition import Box
-from trainer.training.leaf_loading import LeafLoader
+from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))
 UNITS = {"rows": (1, 4, 48), "layers": (1, 32, 48), "whole": (6, 32, 48)}
@@ -25,7 +26,7 @@ class CountingReader(MemoryReader):
 
     count = 0
 
-    def read(self, name: str, parts: dict[Box, np.ndarray]) -> None:
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
         self.count += sum(array.size for array in parts.values())
         super().read(name, parts)
 
@@ -40,6 +41,8 @@ def main() -> None:
     )
     array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
     reader = CountingReader(dict.fromkeys(UNITS, array), read_units=UNITS)
+    assert not exchange_is_faster(reader), "one host shares its page cache"
+    assert exchange_is_faster(MemoryReader({}, is_remote=True))
     loader = LeafLoader(reader, exchanges=True)
     for sizes in MESHES:
         mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("dp", "fsdp", "mp"), axis_types=(AxisType.Auto,) * 3)

@@ -7,13 +7,14 @@ from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.models.mesh import MeshAxes
 from trainer.models.read_plan import ReadPlan, ShardedLeaf
 
-SlabUpdate = Callable[[jax.Array, jax.Array, Sequence[int]], jax.Array]
+SlabUpdate = Callable[[jax.Array, jax.Array, np.ndarray], jax.Array]
 
 
 def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf:

@@ -18,7 +18,6 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import (
-    Box,
     Spec,
     activation_spec,
     computed_spec,
@@ -170,11 +169,6 @@ class ShardingContext:
         if spec is None or self.device_mesh is None:
             return None
         return NamedSharding(self.device_mesh, jax_partition_spec(spec))
-
-
-def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Convert the index of a shard, as JAX gives it, to the box of its elements."""
-    return tuple(axis_slice.indices(extent)[:2] for axis_slice, extent in zip(index, shape, strict=True))
 
 
 def jax_partition_spec(spec: Spec) -> PartitionSpec:

@@ -15,7 +15,7 @@ from trainer.models.mesh import MeshAxes
 from trainer.models.partition import Box
 
 SLAB_NBYTES = 16 << 20  # of a slab on a device after the exchange; more if one unit for each device is larger
-MAX_SLAB_NBYTES = 4 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
+MAX_SLAB_NBYTES = 2 * SLAB_NBYTES  # for slabs of whole units that all devices divide evenly
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ShardedLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
+class RowSlab:
     """Rows of a leaf that are exchanged together: one slab of each shard along the axes that are not exchanged.
 
     Attributes:
@@ -140,7 +140,7 @@ class ReadPlan:
         inner = (n for dim, n in enumerate(self.leaf.shape) if dim not in (*self.outer_dims, self.row_dim))
         return self.num_readers * self.unit_rows * math.prod(inner) * itemsize // num_shards
 
-    def slabs(self, itemsize: int) -> Iterator[Slab]:
+    def slabs(self, itemsize: int) -> Iterator[RowSlab]:
         """Yield the slabs in the order of their elements."""
         max_units = max(1, SLAB_NBYTES // self.min_slab_nbytes(itemsize))
         num_slabs = -(-self.num_units // (self.num_readers * max_units))
@@ -154,19 +154,19 @@ class ReadPlan:
             for first in range(0, self.num_rows, step):
                 rows = min(step, self.num_rows - first)
                 start = (*index[: self.row_dim], first, *index[self.row_dim + 1 :])
-                yield Slab(start, rows, self._rows_per_device(rows))
+                yield RowSlab(start, rows, self._rows_per_device(rows))
 
     def _rows_per_device(self, rows: int) -> int:
         num_units = -(-rows // self.unit_rows)
         return -(-num_units // self.num_readers) * self.unit_rows
 
-    def part_shape(self, slab: Slab) -> tuple[int, ...]:
+    def part_shape(self, slab: RowSlab) -> tuple[int, ...]:
         """Return the shape of a device's part of a slab."""
         shape = [1 if dim in self.outer_dims else extent for dim, extent in enumerate(self.leaf.shape)]
         shape[self.row_dim] = slab.rows_per_device
         return tuple(shape)
 
-    def parts_shape(self, slab: Slab) -> tuple[int, ...]:
+    def parts_shape(self, slab: RowSlab) -> tuple[int, ...]:
         """Return the shape of the array of all devices' parts of a slab."""
         shape = list(self.part_shape(slab))
         for dim in self.kept_dims:
@@ -174,7 +174,7 @@ class ReadPlan:
         shape[self.row_dim] *= self.num_readers
         return tuple(shape)
 
-    def box(self, slab: Slab, coordinates: Mapping[str, int]) -> Box:
+    def box(self, slab: RowSlab, coordinates: Mapping[str, int]) -> Box:
         """Return the box of the leaf that the device at some mesh coordinates reads of a slab; it may be empty."""
         box = [(0, extent) for extent in self.leaf.shape]
         for dim in self.outer_dims:
@@ -197,7 +197,7 @@ def choose_read_plan(leaf: ShardedLeaf, unit: Sequence[int], itemsize: int) -> R
     Args:
         leaf: The leaf.
         unit: Shape of the boxes of the leaf that are read together.
-        itemsize: Bytes of an element.
+        itemsize: Bytes of an exchanged element.
 
     Returns:
         The plan; None if one device should read the whole leaf, which is smaller than one slab.

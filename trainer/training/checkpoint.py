@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from trainer.distributed.sharding import index_box
+from trainer.distributed.process_shards import index_box
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.training.step import TrainState, leaf_name
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
 from trainer.distributed.exchange import (
@@ -21,16 +20,21 @@ from trainer.distributed.exchange import (
     sharded_leaf,
     slab_program,
 )
-from trainer.distributed.sharding import index_box
+from trainer.distributed.process_shards import (
+    boxes_by_process,
+    has_several_hosts,
+    has_several_processes,
+    local_boxes,
+    local_coordinates,
+)
 from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.partition import Box
-from trainer.models.read_plan import ReadPlan, ShardedLeaf, Slab, choose_read_plan, read_ratio
+from trainer.models.read_plan import ReadPlan, RowSlab, ShardedLeaf, choose_read_plan, read_ratio
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
 ALIGNMENT_NBYTES = 4096
 MAX_READ_RATIO = 1.01  # of a leaf's bytes, by own reads; beyond it the leaf is exchanged
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def exchange_is_faster(reader: CheckpointReader) -> bool:
@@ -40,13 +44,7 @@ def exchange_is_faster(reader: CheckpointReader) -> bool:
     Hosts share nothing: a shared file system, a hub or a bucket would send the same bytes to each of them, over a
     network that is slower than the one between devices. All processes call this together.
     """
-    return jax.process_count() > 1 and (reader.is_remote or _count_hosts() > 1)
-
-
-def _count_hosts() -> int:
-    """Return the number of running kernels among all processes; containers of one host share a page cache."""
-    digest = np.uint32(zlib.crc32(BOOT_ID.read_bytes()))
-    return np.unique(multihost_utils.process_allgather(digest)).size
+    return has_several_processes() and (reader.is_remote or has_several_hosts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,9 @@ class LeafLoader:
         spec, sharding = _checked_spec(name, self.reader.leaves.get(name), target.shape), target.sharding
         assert isinstance(sharding, Sharding)
         unit = spec.read_unit or (1,) * len(spec.shape)
-        if not self.exchanges or not isinstance(sharding, NamedSharding) or _reads_once(target, sharding, unit):
+        if not self.exchanges or not isinstance(sharding, NamedSharding):
+            return self._load_directly(name, target, sharding)
+        if read_ratio(boxes_by_process(sharding, target.shape), target.shape, unit) <= MAX_READ_RATIO:
             return self._load_directly(name, target, sharding)
         return self.load_exchanged(name, target, sharding)
 
@@ -86,12 +86,12 @@ class LeafLoader:
         """
         leaf, spec = sharded_leaf(target.shape, sharding), self.reader.leaves[name]
         unit = spec.read_unit or (1,) * len(spec.shape)
-        plan = choose_read_plan(leaf, unit, target.dtype.itemsize)
+        dtype = exchange_dtype(spec.dtype, target.dtype)
+        plan = choose_read_plan(leaf, unit, dtype.itemsize)
         if plan is None:
             return self._broadcast(name, leaf, sharding, target.dtype)
-        dtype = exchange_dtype(spec.dtype, target.dtype)
         array = allocation_program(target.shape, target.dtype, sharding)()
-        for slab in plan.slabs(target.dtype.itemsize):
+        for slab in plan.slabs(dtype.itemsize):
             parts = self._read_parts(name, plan, slab=slab, sharding=sharding, dtype=dtype)
             jax.block_until_ready(array)  # bounds the slabs in memory; the last exchange ran during this read
             array = slab_program(plan, sharding, slab.rows)(array, parts, np.array(slab.start, np.int32))
@@ -99,19 +99,18 @@ class LeafLoader:
 
     def _load_directly(self, name: str, target: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         """Read the shards of this process; replicas share one read."""
-        indices = sharding.addressable_devices_indices_map(target.shape)
-        boxes = {device: index_box(index or (), target.shape) for device, index in indices.items()}
+        boxes = local_boxes(sharding, target.shape)
         buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in dict.fromkeys(boxes.values())}
         self.reader.read(name, buffers)
         shards = [jax.device_put(buffers[box], device) for device, box in boxes.items()]
         return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
 
     def _read_parts(
-        self, name: str, plan: ReadPlan, *, slab: Slab, sharding: NamedSharding, dtype: np.dtype
+        self, name: str, plan: ReadPlan, *, slab: RowSlab, sharding: NamedSharding, dtype: np.dtype
     ) -> jax.Array:
         """Read the parts of a slab for the devices of this process."""
         shape = plan.part_shape(slab)
-        coordinates = _local_coordinates(sharding)
+        coordinates = local_coordinates(sharding)
         boxes = {device: plan.box(slab, position) for device, position in coordinates.items()}
         buffers = {device: _empty_aligned(shape, dtype) for device in boxes}
         arrays = {box: _part_of(buffers[device], _extents(box)) for device, box in boxes.items() if _volume(box)}
@@ -125,7 +124,7 @@ class LeafLoader:
 
     def _broadcast(self, name: str, leaf: ShardedLeaf, sharding: NamedSharding, dtype: np.dtype) -> jax.Array:
         """Read a whole leaf for one device, chosen by its name, and copy it to the others."""
-        coordinates = _local_coordinates(sharding)
+        coordinates = local_coordinates(sharding)
         axes = tuple(axis for axis, _ in leaf.mesh_sizes)
         reading_rank = zlib.crc32(name.encode()) % leaf.num_devices
         buffers = {device: np.zeros((1, *leaf.shape), dtype) for device in coordinates}
@@ -136,27 +135,7 @@ class LeafLoader:
         return broadcast_program(leaf, sharding)(_from_shards((leaf.num_devices, *leaf.shape), source, buffers))
 
 
-def _reads_once(target: jax.ShapeDtypeStruct, sharding: NamedSharding, unit: Sequence[int]) -> bool:
-    """Return whether no two processes would read the same bytes, if each read the shards of its own devices."""
-    boxes: dict[int, set[Box]] = {}
-    for device, index in sharding.devices_indices_map(target.shape).items():
-        boxes.setdefault(device.process_index, set()).add(index_box(index or (), target.shape))
-    return read_ratio(boxes, target.shape, unit) <= MAX_READ_RATIO
-
-
-def _local_coordinates(sharding: NamedSharding) -> dict[jax.Device, dict[str, int]]:
-    """Return the mesh coordinates of each device of this process."""
-    mesh, process = sharding.mesh, jax.process_index()
-    return {
-        device: dict(zip(mesh.axis_names, position, strict=True))
-        for position, device in np.ndenumerate(mesh.devices)
-        if device.process_index == process
-    }
-
-
-def _from_shards(
-    shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[jax.Device, np.ndarray]
-) -> jax.Array:
+def _from_shards(shape: tuple[int, ...], sharding: NamedSharding, buffers: Mapping[Any, np.ndarray]) -> jax.Array:
     shards = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 

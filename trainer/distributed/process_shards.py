@@ -1,0 +1,60 @@
+"""The devices, shards and hosts of the processes of a job."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, Sharding
+
+from trainer.models.partition import Box
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def has_several_processes() -> bool:
+    """Return whether the job has more than one process."""
+    return jax.process_count() > 1
+
+
+def has_several_hosts() -> bool:
+    """Return whether the processes run on more than one kernel; all of them call it together.
+
+    Containers of one host have one kernel, and share its page cache.
+    """
+    digest = np.uint32(zlib.crc32(BOOT_ID.read_bytes()))
+    return np.unique(multihost_utils.process_allgather(digest)).size > 1
+
+
+def local_coordinates(sharding: NamedSharding) -> dict[Any, dict[str, int]]:
+    """Return the mesh coordinates of each device of this process."""
+    mesh, process = sharding.mesh, jax.process_index()
+    return {
+        device: dict(zip(mesh.axis_names, position, strict=True))
+        for position, device in np.ndenumerate(mesh.devices)
+        if device.process_index == process
+    }
+
+
+def local_boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Box]:
+    """Return the box of an array's shard on each device of this process."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: index_box(index or (), shape) for device, index in indices.items()}
+
+
+def boxes_by_process(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, set[Box]]:
+    """Return the boxes of an array's shards on the devices of each process."""
+    boxes: dict[int, set[Box]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        boxes.setdefault(device.process_index, set()).add(index_box(index or (), shape))
+    return boxes
+
+
+def index_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Convert the index of a shard, as JAX gives it, to the box of its elements."""
+    return tuple(axis_slice.indices(extent)[:2] for axis_slice, extent in zip(index, shape, strict=True))
