@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-REMOVED_PREFIXES = ("JAX_", "XLA_", "SLURM_", "OMPI_")  # would describe another job
-
-
-def free_port() -> int:
-    """Return a port that no socket uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+from prepcli.launch import local
 
 
 def start_processes(
@@ -31,21 +22,7 @@ def start_processes(
         cwd: Working folder.
         env: Additional environment variables.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(REMOVED_PREFIXES)}
-    coordinator = f"127.0.0.1:{free_port()}"
-    job = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "JAX_NUM_PROCESSES": str(count)}
-    job |= {"JAX_COORDINATOR_ADDRESS": coordinator}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "prepcli", *words],
-            cwd=cwd,
-            env={**inherited, **job, "JAX_PROCESS_ID": str(index), **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
+    return local.start_processes(words, count=count, devices=devices, environ=os.environ, env=env or {}, cwd=cwd)
 
 
 def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[tuple[int, str, str]]:

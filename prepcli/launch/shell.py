@@ -1,0 +1,31 @@
+"""Lines of bash scripts. Pure, no I/O."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from prepcli.launch.job import LaunchJob
+
+# prep exits with 75 if a signal stopped it and the same command resumes the run.
+RESTARTABLE = 75
+
+
+def environment_lines(job: LaunchJob) -> list[str]:
+    """Return the lines that set the variables of a job and run its setup."""
+    return [*(f"export {name}={shlex.quote(value)}" for name, value in job.env), *job.setup]
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return words as one shell command with every word quoted."""
+    return shlex.join(words)
+
+
+def comment(text: str) -> str:
+    """Return a text as one comment line."""
+    return f"# {' '.join(text.split())}"
+
+
+def script(lines: Iterable[str]) -> str:
+    """Return lines as a text that ends with a line break."""
+    return "\n".join(lines) + "\n"
