@@ -10,7 +10,7 @@ from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment
 
 LOST_PROCESS_S = 300  # the other tasks have this long to end after the first
 
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]")
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
         "open-mode": "append",  # a requeued job continues its log
         "signal": f"USR1@{options.grace_s}",
     }
-    given = [f"--{name}={_escape(value)}" for name, value in values.items() if value is not None]
+    given = [f"--{name}={_quote(value)}" for name, value in values.items() if value is not None]
     return [*given, "--requeue", *options.directives]
 
 
@@ -103,9 +103,11 @@ def _srun(options: SlurmOptions) -> str:
     return f"srun --label --kill-on-bad-exit=0 --wait={LOST_PROCESS_S}{cpus}"
 
 
-def _escape(value: str) -> str:
-    r"""Return a value as `sbatch` reads it from a directive, where `\` escapes a character also inside quotes."""
-    return "".join(char if _PLAIN.fullmatch(char) else f"\\{char}" for char in value)
+def _quote(value: str) -> str:
+    r"""Return a value as `sbatch` reads it from a directive: quotes keep spaces, and `\` escapes also inside them."""
+    if _PLAIN.fullmatch(value):
+        return value
+    return '"' + "".join(char if char in " \t" or _PLAIN.fullmatch(char) else f"\\{char}" for char in value) + '"'
 
 
 def _check_options(options: SlurmOptions) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+RESERVED = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")  # not strings in YAML 1.1
+
 Yaml = str | int | bool | Sequence["Yaml"] | Mapping[str, "Yaml"]
 
 
@@ -59,7 +61,7 @@ def _scalar(value: Yaml) -> str:
 
 def _key(text: str) -> str:
     is_plain = text.isascii() and text.replace("-", "").replace("_", "").isalnum() and text[0].isalpha()
-    return text if is_plain else quoted(text)
+    return text if is_plain and text.lower() not in RESERVED else quoted(text)
 
 
 def quoted(text: str) -> str:
