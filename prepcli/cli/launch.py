@@ -169,8 +169,8 @@ def tpu(
     """Write a script that creates a Cloud TPU and trains on it, or run it.
 
     Examples:
-      prep launch tpu recipes/llama-7b-32k.toml --accelerator v5p-512 --zone us-east5-a
-      prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot --submit
+      prep launch tpu run.toml --accelerator v5p-512 --zone us-east5-a
+      prep launch tpu run.toml --accelerator v4-64 --zone us-central2-b --spot
     """
     from prepcli.commands.launch import launch_tpu
     from prepcli.launch.tpu import TpuOptions
@@ -214,10 +214,8 @@ def gke(
     """Write a JobSet for Kubernetes, or create it.
 
     Examples:
-      prep launch gke run.toml --image IMAGE --nodes 2 --devices-per-node 8 \
-        --accelerator nvidia-h100-80gb --claim checkpoints --submit
-      prep launch gke run.toml --image IMAGE --nodes 16 --devices-per-node 4 \
-        --accelerator tpu-v5p-slice --topology 4x4x4 --out job.yaml
+      prep launch gke run.toml --image IMAGE --nodes 2 --accelerator nvidia-l4
+      prep launch gke run.toml --image IMAGE --claim runs --submit -- --set seed=1
     """
     from prepcli.commands.launch import launch_gke
     from prepcli.launch.gke import GkeOptions

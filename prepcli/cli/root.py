@@ -98,13 +98,9 @@ def _help_text(command: Callable[..., int]) -> str:
     return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
 
 
-launch_app = typer.Typer(
-    name="launch",
-    help="Start prep train in several processes: on SLURM, TPUs, Kubernetes or here.",
-    rich_markup_mode=None,
-)
+launch_app = typer.Typer(help="Start prep train on several hosts or in several processes.", rich_markup_mode=None)
 for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     app.command(cls=StrictCommand, help=_help_text(command))(command)
-app.add_typer(launch_app)
+app.add_typer(launch_app, name="launch")
