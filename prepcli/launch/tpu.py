@@ -96,14 +96,14 @@ def _runtime_version(accelerator: str) -> str:
 
 def _host_command(job: LaunchJob, recipe: str) -> str:
     """Return the command of every host: all of them exit with 75 together, and start again."""
-    words = ["prep", "train", recipe, *job.train_words]
+    train = f'prep train "$HOME"/{command_line([recipe, *job.train_words])}'  # a line of the setup may be `cd`
     lines = [
         "set -e",
         *environment_lines(job),
         f"code={RESTARTABLE}",
         f"for ((start = 0; code == {RESTARTABLE} && start <= {job.max_restarts}; start++)); do",
         "    code=0",
-        f"    {command_line(words)} || code=$?",
+        f"    {train} || code=$?",
         "done",
         'exit "$code"',
     ]

@@ -39,7 +39,7 @@ def test_tpu_script_creates_copies_and_trains(recorders: Path):
         [*vm, "scp", "recipes/llama-7b.toml", "llama-7b:llama-7b.toml", "--worker=all", *place],
     ]
     assert calls[4][:-1] == [*vm, "ssh", "llama-7b", "--worker=all", *place]
-    assert done.words_of("prep") == [["train", "llama-7b.toml"]]
+    assert done.words_of("prep") == [["train", f"{recorders}/llama-7b.toml"]]
 
 
 def test_tpu_script_uses_an_existing_tpu(recorders: Path):
@@ -55,7 +55,7 @@ def test_tpu_script_passes_on_every_value(recorders: Path, name: str, train_word
     done = run_script(tpu_script(job, OPTIONS), recorders)
     recipe = PurePosixPath(job.recipe)
     assert done.code == 0
-    assert done.words_of("prep") == [["train", recipe.name, *train_words]]
+    assert done.words_of("prep") == [["train", f"{recorders}/{recipe.name}", *train_words]]
     assert done.variables_of("prep").items() >= env.items()
     source = next(call[4] for call in done.words_of("gcloud") if "scp" in call)
     assert PurePosixPath(source) == recipe
