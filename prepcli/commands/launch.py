@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prepcli.console.ui import Report, Ui
+from prepcli.console.ui import QUIET, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, PrepError, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
@@ -86,9 +86,10 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
     _checked_recipe(request, nodes=processes, devices_per_node=devices)
     job = _job(request, "local")
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
+    words = ["train", *(["--quiet"] if ui.level <= QUIET else []), job.recipe, *job.train_words]
     with remember_signal() as poll_signal:
-        running = start_processes(job.command[1:], count=processes, devices=devices, environ=os.environ, env=env)
-        watcher = ProcessWatcher(running, lambda index, line: ui.note(f"[{index}] {line}"), poll_signal)
+        running = start_processes(words, count=processes, devices=devices, environ=os.environ, env=env)
+        watcher = ProcessWatcher(running, lambda index, line: ui.note(f"[{index}] {line}", QUIET), poll_signal)
         text = watcher.wait()
     return Report(text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices})
 

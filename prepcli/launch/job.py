@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from prepcli.errors import usage_error
-
-Target = Literal["slurm", "tpu", "gke", "local"]
 
 MAX_RESTARTS = 100  # of a job that exits with 75 each time
 DEFAULT_GRACE_S = 120

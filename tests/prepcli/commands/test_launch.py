@@ -97,8 +97,7 @@ def test_overrides_may_change_the_mesh(capsys: pytest.CaptureFixture[str]):
 
 def test_local_processes_report_their_error(capsys: pytest.CaptureFixture[str]):
     command = ["launch", "local", "recipe.toml", "--processes", "1", "--devices", "8"]
-    assert main([*command, "--env", "HF_HUB_OFFLINE=1"]) != OK
-    error = capsys.readouterr().err
+    error = run_failing(capsys, FAILED, *command, "--env", "HF_HUB_OFFLINE=1")
     assert "[0] error: " in error
     assert "no data in `text.txt`" in error
     assert "process 0 exited with" in error
