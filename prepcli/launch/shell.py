@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from prepcli.launch.job import LaunchJob
 
-# prep exits with 75 if a signal stopped it and the same command resumes the run.
-RESTARTABLE = 75
+# Pattern of the exit codes after which the same command resumes the run. 75: stopped by a signal, or because another
+# process was lost; 131 to 159: killed by a signal other than that of Ctrl-C.
+RESTARTABLE = "75 | 13[1-9] | 14? | 15?"
 
 
 def environment_lines(job: LaunchJob) -> list[str]:

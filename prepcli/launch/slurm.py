@@ -64,10 +64,13 @@ def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
             "code=0",
             f"{_srun(options)} {command_line(job.command)} || code=$?",
             "",
-            "# 75: stopped before the time limit or by a lost process. The same command resumes the run.",
-            f'if [ "$code" -eq {RESTARTABLE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
-            '    scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
+            "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
+            "case $code in",
+            f"    {RESTARTABLE})",
+            f'        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
+            '            scontrol requeue "$SLURM_JOB_ID"',
+            "        fi ;;",
+            "esac",
             'exit "$code"',
         ]
     )

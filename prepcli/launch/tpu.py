@@ -95,15 +95,15 @@ def _runtime_version(accelerator: str) -> str:
 
 
 def _host_command(job: LaunchJob, recipe: str) -> str:
-    """Return the command of every host: all of them exit with 75 together, and start again."""
+    """Return the command of every host: all of them stop together, and start again."""
     train = f'prep train "$HOME"/{command_line([recipe, *job.train_words])}'  # a line of the setup may be `cd`
     lines = [
         "set -e",
         *environment_lines(job),
-        f"code={RESTARTABLE}",
-        f"for ((start = 0; code == {RESTARTABLE} && start <= {job.max_restarts}; start++)); do",
+        f"for ((start = 0; start <= {job.max_restarts}; start++)); do",
         "    code=0",
         f"    {train} || code=$?",
+        f"    case $code in {RESTARTABLE}) ;; *) break ;; esac",
         "done",
         'exit "$code"',
     ]

@@ -40,10 +40,13 @@ source env/bin/activate
 code=0
 srun --label --kill-on-bad-exit=0 --wait=300 --cpus-per-task=96 prep train recipes/llama-13b.toml --set a=1 || code=$?
 
-# 75: stopped before the time limit or by a lost process. The same command resumes the run.
-if [ "$code" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.
+case $code in
+    75 | 13[1-9] | 14? | 15?)
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi ;;
+esac
 exit "$code"
 """
 
@@ -99,9 +102,13 @@ def test_slurm_script_passes_on_every_value(
 
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
-    [(0, "0", False), (1, "0", False), (130, "0", False), (75, "", True), (75, "2", True), (75, "3", False)],
+    [
+        *((code, "0", False) for code in (0, 1, 2, 130, 160, 255)),
+        *((code, "0", True) for code in (75, 134, 137, 143)),
+        *((75, restarts, restarts != "3") for restarts in ("", "2", "3")),
+    ],
 )
-def test_slurm_script_requeues_after_exit_75(recorders: Path, code: int, restarts: str, is_requeued: bool):
+def test_slurm_script_requeues_stopped_and_killed_runs(recorders: Path, code: int, restarts: str, is_requeued: bool):
     env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
     done = run_script(slurm_script(JOB, SlurmOptions()), recorders, codes={"prep": [code]}, **env)
     assert done.code == code

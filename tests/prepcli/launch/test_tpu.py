@@ -62,9 +62,9 @@ def test_tpu_script_passes_on_every_value(recorders: Path, name: str, train_word
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "starts"), [([75, 0], 0, 2), ([75, 75, 75, 75], 75, 3), ([1], 1, 1), ([75, 130], 130, 2)]
+    ("codes", "code", "starts"), [([75, 0], 0, 2), ([75, 75, 75, 75], 75, 3), ([1], 1, 1), ([137, 130], 130, 2)]
 )
-def test_tpu_host_starts_again_after_exit_75(recorders: Path, codes: list[int], code: int, starts: int):
+def test_tpu_host_starts_again_after_a_stop_or_a_kill(recorders: Path, codes: list[int], code: int, starts: int):
     done = run_script(tpu_script(JOB, OPTIONS), recorders, codes={"prep": codes})
     assert (done.code, len(done.words_of("prep"))) == (code, starts)
 
