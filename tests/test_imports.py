@@ -16,7 +16,7 @@ FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch",
 TRAINER = ("models", "distributed", "nn", "recipe", "planning", "data", "generation", "training")
 PREPCLI = (
     *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),
-    *("execution", "inspection", "demo", "commands", "api", "testing", "cli", "__main__"),
+    *("execution", "inspection", "demo", "launch", "commands", "api", "testing", "cli", "__main__"),
 )
 ORDER = (*(f"trainer.{name}" for name in TRAINER), *(f"prepcli.{name}" for name in PREPCLI))
 PLANNING = ("boxes", "grids", "moves", "plan", "slabs", "coverage")  # the same holds within planning
@@ -29,6 +29,7 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
+    *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "yaml_text")),
 }
 COMPUTES = {  # modules that start jax, or list its devices
     *(

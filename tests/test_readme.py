@@ -113,8 +113,8 @@ def test_readme_begins_with_the_set_up_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command, rest in re.findall(r"`prep ([a-z-]+)([^`]*)`", page.read_text()):
-        assert main([command, "--help"]) == 0, command
+    for command, rest in re.findall(r"`prep ((?:launch )?[a-z-]+)([^`]*)`", page.read_text()):
+        assert main([*command.split(), "--help"]) == 0, command
         options = capsys.readouterr().out
         for option in re.findall(r"--[a-z-]+", rest):
             assert re.search(rf"{option}\b", options), f"prep {command} {option}"

@@ -6,7 +6,7 @@ import io
 from contextlib import redirect_stdout
 
 from prepcli.cli.main import main
-from prepcli.cli.root import COMMANDS
+from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS
 
 HEAD = """# Commands
 
@@ -18,12 +18,13 @@ For users who look up an option: the output of `--help` for every command. This 
 def cli_page() -> str:
     """Return the page: the help text of every command, in the order of `prep --help`."""
     names = [command.__name__.replace("_", "-") for command in COMMANDS]
+    names += [f"launch {command.__name__}" for command in LAUNCH_COMMANDS]
     return "\n".join([HEAD, *(f"## prep {name}\n\n```text\n{_help_text(name)}\n```\n" for name in names)])
 
 
 def _help_text(command: str) -> str:
     with redirect_stdout(io.StringIO()) as stdout:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     return "\n".join(line.rstrip() for line in stdout.getvalue().strip().splitlines())
 
 

@@ -70,7 +70,8 @@ def _failure_ui(args: Sequence[str]) -> Ui:
 
 def _command_names() -> list[str]:
     named = [(command.name, command.callback) for command in app.registered_commands]
-    return [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
+    names = [name or callback.__name__.replace("_", "-") for name, callback in named if callback is not None]
+    return [*names, *(group.name for group in app.registered_groups if group.name)]
 
 
 def _stopped_error(what: str, args: Sequence[str], code: int, durable_notes: Sequence[str]) -> PrepError:
@@ -119,8 +120,8 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"prep {command}".strip()
     if match := re.match(r"No such command ['\"](.+?)['\"]", message):
-        suggestion = suggest(match[1], _command_names())
-        hint = f"did you mean `{suggestion}`?" if suggestion else "`prep --help`"
+        suggestion = suggest(match[1], getattr(getattr(context, "command", None), "commands", ()))
+        hint = f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`"
         return usage_error(f"unknown command `{match[1]}`", hint=hint)
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")

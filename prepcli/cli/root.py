@@ -31,6 +31,7 @@ from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
+from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
 from prepcli.cli.strict import StrictCommand
@@ -45,6 +46,7 @@ COMMANDS = (  # in the order of `--help`
     *(plan, train, generate),
     *(demo, models, recipes, check_family, env),
 )
+LAUNCH_COMMANDS = (slurm, tpu, gke, local)
 
 
 class CommandGroup(TyperGroup):
@@ -98,5 +100,9 @@ def _help_text(command: Callable[..., int]) -> str:
     return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
 
 
+launch_app = typer.Typer(help="Start prep train on several hosts or in several processes.", rich_markup_mode=None)
+for command in LAUNCH_COMMANDS:
+    launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     app.command(cls=StrictCommand, help=_help_text(command))(command)
+app.add_typer(launch_app, name="launch")

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-REMOVED_PREFIXES = ("JAX_", "XLA_", "SLURM_", "OMPI_")  # would describe another job
-
-
-def free_port() -> int:
-    """Return a port that no socket uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+from prepcli.launch import local
 
 
 def start_processes(
@@ -39,15 +31,13 @@ def start_processes(
         module: Module that is run with the words in place of prep.
         stdin: File that process 0 reads as stdin; the others have an empty one.
     """
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(REMOVED_PREFIXES)}
-    coordinator = f"127.0.0.1:{free_port()}"
-    job = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "JAX_NUM_PROCESSES": str(count)}
-    job |= {"JAX_COORDINATOR_ADDRESS": coordinator}
+    port = local.free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-m", module, *words],
             cwd=cwd,
-            env={**inherited, **job, "JAX_PROCESS_ID": str(index), **(env or {})},
+            env=local.process_environment(os.environ, index=index, count=count, port=port, devices=devices)
+            | dict(env or {}),
             stdin=stdin.open() if stdin and index == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

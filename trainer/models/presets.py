@@ -33,6 +33,13 @@ PRESETS: Mapping[str, HFConfig] = {
     "llama-2-70b": _llama(8192, 80, 64, 28672, num_key_value_heads=8, **_LLAMA_2),
     "llama-3-8b": _llama(4096, 32, 32, 14336, **_LLAMA_3),
     "llama-3-70b": _llama(8192, 80, 64, 28672, **_LLAMA_3),
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
+    "gpt-j-6b": {
+        "model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_positions": 2048, "vocab_size": 50400,
+        "rotary_dim": 64,
+    },
     "gpt-neo-1.3B": {
         "model_type": "gpt_neo", "hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50257,
         "max_position_embeddings": 2048, "attention_types": [[["global", "local"], 12]], "window_size": 256,

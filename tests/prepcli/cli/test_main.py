@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.cli.root import app
+from prepcli.cli.root import LAUNCH_COMMANDS, app
 from prepcli.sources.aliases import ALIAS_FAMILIES
 
 SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
-HELPS = [[], *([name.replace("_", "-")] for name in COMMANDS)]
+COMMAND_WORDS = [
+    *([name.replace("_", "-")] for name in COMMANDS),
+    *(["launch", command.__name__] for command in LAUNCH_COMMANDS),
+]
+HELPS = [[], ["launch"], *COMMAND_WORDS]
 
 # Script of a process with additional commands, which prints `ready` when a command runs
 WITH_COMMAND = """
@@ -90,12 +94,12 @@ def test_help_fits_in_80_columns(
     assert max(map(len, text.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("args", HELPS[1:], ids=lambda args: args[0])
+@pytest.mark.parametrize("args", COMMAND_WORDS, ids=" ".join)
 def test_help_has_one_example_per_line(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main([*args, "-h"])
     examples = capsys.readouterr().out.partition("  Examples:\n")[2].partition("\n\n")[0].splitlines()
     assert len(examples) >= 2
-    assert all(line.startswith(f"    prep {args[0]}") for line in examples)
+    assert all(line.startswith(f"    prep {' '.join(args)}") for line in examples)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["models", "--help"]])
@@ -126,6 +130,9 @@ def test_no_command_is_a_usage_error_with_help() -> None:
     [
         (["modles"], "error: unknown command `modles`\n hint: did you mean `models`?\n"),
         (["zzz"], "error: unknown command `zzz`\n hint: `prep --help`\n"),
+        (["launch", "slrm"], "error: unknown command `slrm`\n hint: did you mean `slurm`?\n"),
+        (["launch", "zzz"], "error: unknown command `zzz`\n hint: `prep launch --help`\n"),
+        (["launch"], "error: missing command\n hint: `prep launch --help`\n"),
         (["models", "--jsn"], "error: `prep models` has no option `--jsn`\n hint: did you mean `--json`?\n"),
         (["models", "--zzz"], "error: `prep models` has no option `--zzz`\n hint: `prep models --help`\n"),
         (
@@ -184,6 +191,7 @@ def test_synonym_of_a_choice_gets_a_suggestion(capsys: pytest.CaptureFixture[str
         (["models", "--json", "lama"], "models", "no aliases of family `lama`"),
         (["models", "--json", "--jsn"], "models", "`prep models` has no option `--jsn`"),
         (["modles", "--json"], "", "unknown command `modles`"),
+        (["launch", "slurm", "none.toml", "--json"], "launch", "none.toml does not exist"),
     ],
 )
 def test_json_is_one_object_on_failure(

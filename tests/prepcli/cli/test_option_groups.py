@@ -8,7 +8,7 @@ import pytest
 
 from prepcli.cli.option_groups import HubOptions, OutputOptions, expand_option_groups
 from prepcli.cli.options import CheckpointArgument, ProgressOption
-from prepcli.cli.root import COMMANDS
+from prepcli.cli.root import COMMANDS, LAUNCH_COMMANDS
 
 
 @expand_option_groups
@@ -41,6 +41,6 @@ def test_command_receives_its_groups() -> None:
     assert example_command(checkpoint="model", size=4, progress="none", **hub_values, **output_values) == 7
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", [*COMMANDS, *LAUNCH_COMMANDS], ids=lambda command: command.__name__)
 def test_every_command_has_output_options(command) -> None:
     assert {"json", "quiet", "verbose"} <= {*inspect.signature(command).parameters}

@@ -12,7 +12,11 @@ from prepcli.cli.main import main
 from prepcli.cli.root import app
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
 
-COMMANDS = vars(get_command(app))["commands"]
+TOP_COMMANDS = vars(get_command(app))["commands"]
+LAUNCH = vars(TOP_COMMANDS["launch"])["commands"]
+COMMANDS = {name: command for name, command in TOP_COMMANDS.items() if name != "launch"} | {
+    f"launch {name}": command for name, command in LAUNCH.items()
+}
 VALUE_PARAMETERS = [
     (command, parameter)
     for command, click_command in COMMANDS.items()
@@ -25,8 +29,8 @@ def _command_with_empty_value(command: str, parameter: Any) -> list[str]:
     """Return a command line with an empty value for the parameter and values for the arguments before it."""
     arguments = [argument for argument in COMMANDS[command].params if argument.param_type_name == "argument"]
     if parameter in arguments:
-        return [command, *["x"] * arguments.index(parameter), ""]
-    return [command, *["x"] * len(arguments), parameter.opts[-1], ""]
+        return [*command.split(), *["x"] * arguments.index(parameter), ""]
+    return [*command.split(), *["x"] * len(arguments), parameter.opts[-1], ""]
 
 
 @pytest.mark.parametrize(("command", "parameter"), VALUE_PARAMETERS, ids=lambda value: getattr(value, "name", value))

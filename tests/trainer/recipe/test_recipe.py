@@ -140,7 +140,8 @@ def test_shipped_recipes_are_valid(path: Path):
     n_replicas = recipe_mesh.n_devices // recipe_mesh.size("mp")
     assert batch_shape(recipe.batch, n_devices=recipe_mesh.n_devices, n_replicas=n_replicas).accumulate in (1, 8)
     header = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
-    assert f"prep train recipes/{path.name}" in header
+    commands = ("train", "launch slurm", "launch tpu")
+    assert any(f"prep {command} recipes/{path.name}" in header for command in commands)
 
 
 def test_docs_page_is_current():

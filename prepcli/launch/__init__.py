@@ -1,0 +1,1 @@
+"""Start one training in several processes: scripts for SLURM, Cloud TPUs and Kubernetes, and local processes."""

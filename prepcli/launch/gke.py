@@ -1,0 +1,157 @@
+"""The JobSet that trains on Kubernetes with one process per pod. Pure, no I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from prepcli.errors import FAILED, USAGE, usage_error
+from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_label
+from prepcli.launch.shell import command_line, comment, environment_lines, script
+from prepcli.launch.yaml_text import Yaml, yaml_document
+
+PORT = 11111  # of process 0
+FILES_FOLDER = "/etc/prep"  # in a container: the recipe and the start script
+START_FILE = "start.sh"
+WORK_FOLDER = "/work"  # in a container: the volume with checkpoints, data and runs
+CONTAINER = "prep"
+PODS = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GkeOptions:
+    """Options of a JobSet.
+
+    Attributes:
+        image: Container image with prep.
+        nodes: Number of pods, each on a node of its own.
+        devices_per_node: GPUs or TPU chips of each pod.
+        accelerator: Label of the nodes: a GPU such as `nvidia-h100-80gb`, or a TPU such as `tpu-v5p-slice`.
+        topology: Topology of a TPU slice, such as `4x4x8`.
+        cpus: CPU cores of each pod.
+        mem: Memory of each pod, such as `900Gi`.
+        claim: Persistent volume claim, mounted as the working folder; None for a folder that ends with the pod.
+        grace_s: Seconds that a pod has to save when its node is drained.
+    """
+
+    image: str
+    nodes: int = 1
+    devices_per_node: int | None = None
+    accelerator: str | None = None
+    topology: str | None = None
+    cpus: int | None = None
+    mem: str | None = None
+    claim: str | None = None
+    grace_s: int = DEFAULT_GRACE_S
+
+
+def gke_manifest(job: LaunchJob, options: GkeOptions, *, recipe_text: str) -> str:
+    """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
+
+    A pod that ends with 75, or whose node is lost, restarts all pods. An error of the recipe or of the training ends
+    the job.
+    """
+    check_label(job.name)
+    if options.topology and not _is_tpu(options):
+        raise usage_error(
+            "`--topology` is for TPUs only", f"--accelerator {options.accelerator}", "remove `--topology`"
+        )
+    files: dict[str, Yaml] = {_recipe_file(job): recipe_text, START_FILE: _start_script(job, options)}
+    config_map: dict[str, Yaml] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": job.name},
+        "data": files,
+    }
+    documents = [config_map, _job_set(job, options)]
+    head = comment(f"Trains {job.recipe} with one process per pod. Submit with `kubectl create -f FILE`.")
+    return f"{head}\n" + "---\n".join(yaml_document(document) for document in documents)
+
+
+def _job_set(job: LaunchJob, options: GkeOptions) -> dict[str, Yaml]:
+    end_rule: dict[str, Yaml] = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": job.max_restarts, "rules": [end_rule]},
+            "replicatedJobs": [{"name": PODS, "replicas": 1, "template": {"spec": _pods(job, options)}}],
+        },
+    }
+
+
+def _pods(job: LaunchJob, options: GkeOptions) -> dict[str, Yaml]:
+    """Return the Job: one pod per node, of which the first failure ends all."""
+    drained: dict[str, Yaml] = {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes: dict[str, Yaml] = {"containerName": CONTAINER, "operator": "In", "values": [FAILED, USAGE]}
+    return {
+        "parallelism": options.nodes,
+        "completions": options.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [drained, {"action": "FailJob", "onExitCodes": codes}]},
+        "template": {"spec": _pod(job, options)},
+    }
+
+
+def _pod(job: LaunchJob, options: GkeOptions) -> dict[str, Yaml]:
+    claim: dict[str, Yaml] = {"persistentVolumeClaim": {"claimName": options.claim or ""}}
+    work = claim if options.claim else {"emptyDir": {}}
+    pod: dict[str, Yaml] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace_s,
+        "containers": [_container(job, options)],
+        "volumes": [{"name": "files", "configMap": {"name": job.name}}, {"name": "work", **work}],
+    }
+    return {"nodeSelector": _node_selector(options), **pod} if options.accelerator else pod
+
+
+def _container(job: LaunchJob, options: GkeOptions) -> dict[str, Yaml]:
+    container: dict[str, Yaml] = {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": ["bash", f"{FILES_FOLDER}/{START_FILE}"],  # not inline: Kubernetes expands `$(NAME)` there
+        "workingDir": WORK_FOLDER,
+        "volumeMounts": [{"name": "files", "mountPath": FILES_FOLDER}, {"name": "work", "mountPath": WORK_FOLDER}],
+    }
+    resources = _resources(options)
+    return {**container, "resources": {"requests": resources, "limits": resources}} if resources else container
+
+
+def _start_script(job: LaunchJob, options: GkeOptions) -> str:
+    """Return the script of a container; `exec` makes prep receive the signals of the pod."""
+    words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
+    lines = [
+        "set -e",
+        f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{PORT}",
+        f"export JAX_NUM_PROCESSES={options.nodes}",
+        "export JAX_PROCESS_ID=$JOB_COMPLETION_INDEX",
+        *environment_lines(job),
+        f"exec {command_line(words)}",
+    ]
+    return script(lines)
+
+
+def _resources(options: GkeOptions) -> dict[str, Yaml]:
+    device = "google.com/tpu" if _is_tpu(options) else "nvidia.com/gpu"
+    counts = {device: options.devices_per_node, "cpu": options.cpus, "memory": options.mem}
+    return {name: str(count) for name, count in counts.items() if count}
+
+
+def _node_selector(options: GkeOptions) -> dict[str, Yaml]:
+    prefix = "cloud.google.com/gke"
+    if not _is_tpu(options):
+        return {f"{prefix}-accelerator": options.accelerator or ""}
+    topology: dict[str, Yaml] = {f"{prefix}-tpu-topology": options.topology} if options.topology else {}
+    return {f"{prefix}-tpu-accelerator": options.accelerator or "", **topology}
+
+
+def _is_tpu(options: GkeOptions) -> bool:
+    return (options.accelerator or "").startswith("tpu")
+
+
+def _recipe_file(job: LaunchJob) -> str:
+    """Return the name of the recipe in the ConfigMap, whose keys are file names."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", PurePosixPath(job.recipe).name)

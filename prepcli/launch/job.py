@@ -1,0 +1,105 @@
+"""What to start: a recipe, and the environment of its processes. Pure, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prepcli.errors import usage_error
+
+MAX_RESTARTS = 100  # of a job that exits with 75 each time
+DEFAULT_GRACE_S = 120
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # RFC 1035, short enough for the suffixes of pods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """A training that several processes run.
+
+    Attributes:
+        recipe: Path of the recipe, as the processes see it.
+        name: Name of the job.
+        train_words: Further words of `prep train`.
+        setup: Shell lines that run before the training.
+        env: Environment variables.
+        max_restarts: Restarts of a job that exits with 75.
+    """
+
+    recipe: str
+    name: str
+    train_words: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    max_restarts: int = MAX_RESTARTS
+
+    def __post_init__(self) -> None:
+        """Check the texts; raise UsageError for one that no script can hold."""
+        check_text("--job-name", self.name, "RECIPE", self.recipe)
+        for line in self.setup:
+            check_text("--setup", line)
+        for name, value in self.env:
+            check_variable(name)
+            _check_no_null(f"--env {name}", value)
+        for word in self.train_words:
+            _check_no_null("a word after `--`", word)
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words of the command of each process."""
+        return ("prep", "train", self.recipe, *self.train_words)
+
+
+def parse_env(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the names and values of `KEY=VALUE` texts; raise UsageError for a text without `=`."""
+    for text in texts:
+        if "=" not in text:
+            raise usage_error(f"`--env {text}` has no value", "a variable is KEY=VALUE", f"`--env {text}=VALUE`")
+    return tuple((name, value) for name, _, value in (text.partition("=") for text in texts))
+
+
+def check_text(*names_and_texts: str) -> None:
+    """Raise UsageError for a text with a line break or a null character.
+
+    Args:
+        *names_and_texts: Option and text in turn.
+    """
+    for option, text in zip(names_and_texts[::2], names_and_texts[1::2]):
+        _check_no_null(option, text)
+        if len(text.splitlines()) > 1 or text.endswith(("\n", "\r")):
+            raise usage_error(f"{option} has more than one line", repr(text), f"one line per {option}")
+
+
+def check_variable(name: str) -> None:
+    """Raise UsageError for an invalid name of an environment variable."""
+    if not _VARIABLE.fullmatch(name):
+        why = "a name has letters, digits and underscores"
+        raise usage_error(f"`{name}` is an invalid name of a variable", why, "`--env KEY=VALUE`")
+
+
+def check_label(name: str) -> None:
+    """Raise UsageError for a name that Google Cloud or Kubernetes refuses."""
+    if not _LABEL.fullmatch(name):
+        why = "at most 40 lower-case letters, digits and hyphens, the first of them a letter"
+        raise usage_error(f"`{name}` is an invalid name of a job", why, f"`--job-name {as_label(name)}`")
+
+
+def as_label(text: str) -> str:
+    """Return a text as a name that Google Cloud and Kubernetes accept."""
+    hyphenated = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    label = hyphenated if hyphenated[:1].isalpha() else f"prep-{hyphenated}"
+    return label[:40].rstrip("-")
+
+
+def overrides_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of `--set` among words of `prep train`."""
+    pairs = zip(words, [*words[1:], ""])
+    found = ((word.removeprefix("--set="), next_word) for word, next_word in pairs if word.startswith("--set"))
+    return tuple(next_word if word == "--set" else word for word, next_word in found)
+
+
+def _check_no_null(option: str, text: str) -> None:
+    if "\0" in text:
+        raise usage_error(f"{option} has a null character", repr(text), "remove it")

@@ -1,0 +1,32 @@
+"""Lines of bash scripts. Pure, no I/O."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from prepcli.launch.job import LaunchJob
+
+# Pattern of the exit codes after which the same command resumes the run. 75: stopped by a signal, or because another
+# process was lost; 131 to 159: killed by a signal other than that of Ctrl-C.
+RESTARTABLE = "75 | 13[1-9] | 14? | 15?"
+
+
+def environment_lines(job: LaunchJob) -> list[str]:
+    """Return the lines that set the variables of a job and run its setup."""
+    return [*(f"export {name}={shlex.quote(value)}" for name, value in job.env), *job.setup]
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return words as one shell command with every word quoted."""
+    return shlex.join(words)
+
+
+def comment(text: str) -> str:
+    """Return a text as one comment line."""
+    return f"# {' '.join(text.split())}"
+
+
+def script(lines: Iterable[str]) -> str:
+    """Return lines as a text that ends with a line break."""
+    return "\n".join(lines) + "\n"

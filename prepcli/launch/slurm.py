@@ -1,0 +1,128 @@
+"""The batch script that trains under SLURM with one process per node. Pure, no I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_text
+from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
+
+LOST_PROCESS_S = 300  # the other tasks have this long to end after the first
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """Options of a SLURM job; None for the default of the cluster.
+
+    Attributes:
+        nodes: Number of nodes, each with one process.
+        devices_per_node: GPUs of each node.
+        cpus: CPU cores of each process.
+        mem: Memory of each node, such as `1000G`.
+        time: Time limit, such as `24:00:00`.
+        partition: Partition.
+        account: Account.
+        modules: Environment modules to load.
+        directives: Further options of `sbatch`, such as `--qos=long`.
+        log: Log file; `%j` is the number of the job.
+        grace_s: Seconds before the time limit at which the training stops and saves.
+    """
+
+    nodes: int = 1
+    devices_per_node: int | None = None
+    cpus: int | None = None
+    mem: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    modules: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+    log: str | None = None
+    grace_s: int = DEFAULT_GRACE_S
+
+
+def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
+    """Return the batch script of a job.
+
+    `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves the same step and
+    exits with 75, and the script requeues the job.
+    """
+    _check_options(options)
+    return script(
+        [
+            "#!/bin/bash",
+            comment(f"Trains {job.recipe} with one process per node. Submit with `sbatch`."),
+            *(f"#SBATCH {directive}" for directive in _directives(job, options)),
+            "",
+            "set -e",
+            *(command_line(["module", "load", module]) for module in options.modules),
+            *environment_lines(job),
+            "",
+            "code=0",
+            f"{_srun(options)} {command_line(job.command)} || code=$?",
+            "",
+            "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
+            "case $code in",
+            f"    {RESTARTABLE})",
+            f'        if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
+            '            scontrol requeue "$SLURM_JOB_ID"',
+            "        fi ;;",
+            "esac",
+            'exit "$code"',
+        ]
+    )
+
+
+def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
+    devices = options.devices_per_node
+    values = {
+        "job-name": job.name,
+        "nodes": str(options.nodes),
+        "ntasks-per-node": "1",
+        "gres": f"gpu:{devices}" if devices else None,
+        "cpus-per-task": str(options.cpus) if options.cpus else None,
+        "mem": options.mem,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "output": options.log or f"{job.name.replace('%', '%%').replace('/', '-')}-%j.log",
+        "open-mode": "append",  # a requeued job continues its log
+        "signal": f"USR1@{options.grace_s}",
+    }
+    given = [f"--{name}={_quote(value)}" for name, value in values.items() if value is not None]
+    return [*given, "--requeue", *options.directives]
+
+
+def _srun(options: SlurmOptions) -> str:
+    """Return `srun` with options.
+
+    `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. A task that ends first must not kill the others
+    while they save.
+    """
+    cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    return f"srun --label --kill-on-bad-exit=0 --wait={LOST_PROCESS_S}{cpus}"
+
+
+def _quote(value: str) -> str:
+    r"""Return a value as `sbatch` reads it from a directive: quotes keep spaces, and `\` escapes also inside them."""
+    if _PLAIN.fullmatch(value):
+        return value
+    return '"' + "".join(char if char in " \t" or _PLAIN.fullmatch(char) else f"\\{char}" for char in value) + '"'
+
+
+def _check_options(options: SlurmOptions) -> None:
+    values = {
+        "--mem": options.mem,
+        "--time": options.time,
+        "--partition": options.partition,
+        "--account": options.account,
+        "--log": options.log,
+    }
+    given = [word for option, value in values.items() if value is not None for word in (option, value)]
+    repeated = [("--module", value) for value in options.modules] + [
+        ("--sbatch", value) for value in options.directives
+    ]
+    check_text(*given, *(word for pair in repeated for word in pair))

@@ -1,0 +1,110 @@
+"""The script that creates a Cloud TPU and trains on all of its hosts. Pure, no I/O."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from prepcli.errors import usage_error
+from prepcli.launch.job import LaunchJob, check_label, check_text
+from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
+from trainer.models.suggest import did_you_mean
+
+RUNTIME_VERSIONS = {  # software of a TPU VM by the generation in the name of its type
+    "v2": "tpu-ubuntu2204-base",
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5litepod": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuOptions:
+    """Options of a Cloud TPU.
+
+    Attributes:
+        accelerator: Type and size, such as `v5p-256`.
+        zone: Zone of the TPU.
+        project: Project; None for that of `gcloud config`.
+        runtime_version: Software of the TPU VM; None for that of the type.
+        spot: Whether the TPU may be preempted.
+    """
+
+    accelerator: str
+    zone: str
+    project: str | None = None
+    runtime_version: str | None = None
+    spot: bool = False
+
+
+def tpu_script(job: LaunchJob, options: TpuOptions) -> str:
+    """Return the script of `gcloud` commands; run again, it uses the TPU that exists."""
+    check_label(job.name)
+    check_text("--accelerator", options.accelerator, "--zone", options.zone, "--project", options.project or "")
+    name, location = shlex.quote(job.name), _location(options)
+    resources, vm = "gcloud compute tpus queued-resources", "gcloud compute tpus tpu-vm"
+    recipe = PurePosixPath(job.recipe).name
+    copy = command_line(["./" + job.recipe if ":" in job.recipe else job.recipe, f"{job.name}:{recipe}"])
+    return script(
+        [
+            "#!/bin/bash",
+            comment(f"Trains {job.recipe} on all hosts of a TPU {options.accelerator}."),
+            comment(f"To delete the TPU: {resources} delete {name} {location} --force"),
+            "set -euo pipefail",
+            "",
+            f"if ! {resources} describe {name} {location} >/dev/null 2>&1; then",
+            f"    {resources} create {name} --node-id={name} {location} {_hardware(options)}",
+            "fi",
+            "",
+            "state=",
+            'until [ "$state" = ACTIVE ]; do',
+            f"    state=$({resources} describe {name} {location} --format='value(state.state)')",
+            "    case $state in",
+            "        ACTIVE) ;;",
+            '        FAILED | SUSPENDING | SUSPENDED) echo "the TPU is $state" >&2; exit 1 ;;',
+            "        *) sleep 30 ;;",
+            "    esac",
+            "done",
+            "",
+            f"{vm} scp {copy} --worker=all {location}",
+            f"{vm} ssh {name} --worker=all {location} --command={shlex.quote(_host_command(job, recipe))}",
+        ]
+    )
+
+
+def _location(options: TpuOptions) -> str:
+    project = [f"--project={options.project}"] if options.project else []
+    return command_line([f"--zone={options.zone}", *project])
+
+
+def _hardware(options: TpuOptions) -> str:
+    runtime = options.runtime_version or _runtime_version(options.accelerator)
+    spot = ["--spot"] if options.spot else []
+    return command_line([f"--accelerator-type={options.accelerator}", f"--runtime-version={runtime}", *spot])
+
+
+def _runtime_version(accelerator: str) -> str:
+    generation = accelerator.partition("-")[0]
+    if generation not in RUNTIME_VERSIONS:
+        hint = did_you_mean(generation, RUNTIME_VERSIONS) or "`--runtime-version VERSION`"
+        raise usage_error(f"unknown TPU type `{accelerator}`", f"known: {', '.join(RUNTIME_VERSIONS)}", hint)
+    return RUNTIME_VERSIONS[generation]
+
+
+def _host_command(job: LaunchJob, recipe: str) -> str:
+    """Return the command of every host: all of them stop together, and start again."""
+    train = f'prep train "$HOME"/{command_line([recipe, *job.train_words])}'  # a line of the setup may be `cd`
+    lines = [
+        "set -e",
+        *environment_lines(job),
+        f"for ((start = 0; start <= {job.max_restarts}; start++)); do",
+        "    code=0",
+        f"    {train} || code=$?",
+        f"    case $code in {RESTARTABLE}) ;; *) break ;; esac",
+        "done",
+        'exit "$code"',
+    ]
+    return command_line(["bash", "-c", "\n".join(lines)])

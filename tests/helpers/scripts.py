@@ -1,0 +1,82 @@
+"""Run rendered scripts in bash with recorders in place of the programs that they call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+# A program that appends its words and variables to calls.jsonl, and exits with the next line of NAME.codes
+RECORDER = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+folder, name = Path(os.environ["RECORDS"]), Path(sys.argv[0]).name
+with (folder / "calls.jsonl").open("a") as file:
+    print(json.dumps([name, sys.argv[1:], dict(os.environ)]), file=file)
+codes = folder / f"{{name}}.codes"
+code, _, rest = codes.read_text().partition("\\n") if codes.exists() else ("0", "", "")
+codes.write_text(rest)
+if name == "srun" and "prep" in sys.argv:  # runs the command as one task
+    os.execvp("prep", sys.argv[sys.argv.index("prep"):])
+if name == "gcloud" and "ssh" in sys.argv:  # runs the command as one host
+    command = next(word for word in sys.argv if word.startswith("--command="))
+    os.execvp("bash", ["bash", "-c", command.removeprefix("--command=")])
+if name == "gcloud" and any(word.startswith("--format") for word in sys.argv):
+    print("ACTIVE")
+sys.exit(int(code or 0))
+"""
+PROGRAMS = ("prep", "srun", "scontrol", "gcloud", "module")
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+words = texts.filter(bool)
+lines = words.filter(lambda text: len(text.splitlines()) == 1 and text.splitlines()[0] == text)
+
+
+class Calls:
+    """The calls of a script that ran with recorders.
+
+    Attributes:
+        code: Exit code of the script.
+        calls: Program, words and environment variables of each call.
+    """
+
+    def __init__(self, code: int, calls: list[tuple[str, list[str], dict[str, str]]]) -> None:
+        self.code = code
+        self.calls = calls
+
+    def words_of(self, program: str) -> list[list[str]]:
+        """Return the words of each call of a program."""
+        return [words for name, words, _ in self.calls if name == program]
+
+    def variables_of(self, program: str) -> dict[str, str]:
+        """Return the environment variables of the first call of a program."""
+        return next(variables for name, _, variables in self.calls if name == program)
+
+
+def install_recorders(folder: Path) -> None:
+    """Write the recorders to a folder."""
+    for name in PROGRAMS:
+        (folder / name).write_text(RECORDER)
+        (folder / name).chmod(0o755)
+
+
+def run_script(script: str, folder: Path, *, codes: dict[str, list[int]] | None = None, **env: str) -> Calls:
+    """Run a script whose programs are the recorders of a folder.
+
+    Args:
+        script: The script, which `bash -n` must accept.
+        folder: The folder with the recorders.
+        codes: Exit codes of the calls of each program; 0 after the last.
+        **env: Environment variables.
+    """
+    (folder / "calls.jsonl").write_text("")
+    for name in PROGRAMS:
+        (folder / f"{name}.codes").write_text("\n".join(map(str, (codes or {}).get(name, []))))
+    assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8").returncode == 0
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORDS": str(folder), "HOME": str(folder), **env}
+    done = subprocess.run(["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=60)
+    return Calls(done.returncode, [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()])

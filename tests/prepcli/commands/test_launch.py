@@ -1,0 +1,115 @@
+"""`prep launch`: scripts to stdout, to a file and to the scheduler; errors before a job waits; local processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import FAILED, OK, USAGE
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.run_cli import run_failing
+from tests.prepcli.commands.test_train import RECIPE, make_training_folder
+
+TARGETS = [
+    ["slurm"],
+    ["tpu", "--accelerator", "v5p-8", "--zone", "us-east5-a"],
+    ["gke", "--image", "image"],
+]
+
+
+@pytest.fixture(autouse=True)
+def _recipe_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.toml").write_text(RECIPE)
+
+
+def install_submitters(monkeypatch: pytest.MonkeyPatch, *, code: int) -> None:
+    """Put programs into PATH that copy their stdin to stdin.txt, print `17` and exit with `code`."""
+    Path("bin").mkdir()
+    for name in ("sbatch", "bash", "kubectl"):
+        (Path("bin") / name).write_text(f"#!/bin/sh\ncat > stdin.txt\necho 17\nexit {code}\n")
+        (Path("bin") / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("words", TARGETS, ids=lambda words: words[0])
+def test_script_is_printed_written_or_submitted(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = ["launch", words[0], "recipe.toml", *words[1:], "--env", "A=b c"]
+    assert main([*command, "--", "--set", "train.steps=3"]) == OK
+    script = capsys.readouterr().out
+    assert "export A=" in script
+    assert "--set train.steps=3" in script
+    assert main([*command, "--out", "job", "--", "--set", "train.steps=3"]) == OK
+    assert (capsys.readouterr().out, Path("job").read_text()) == ("job\n", script)
+    install_submitters(monkeypatch, code=0)
+    assert main([*command, "--submit", "--json", "--", "--set", "train.steps=3"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["target"], report["script"]) == (True, words[0], script)
+    assert Path("stdin.txt").read_text() == script
+
+
+def test_submitted_job_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    install_submitters(monkeypatch, code=0)
+    assert main(["launch", "slurm", "recipe.toml", "--submit"]) == OK
+    assert capsys.readouterr().out == "17\n"
+
+
+def test_failed_submission_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    install_submitters(monkeypatch, code=3)
+    error = run_failing(capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit")
+    assert "the job was not submitted" in error
+    assert "`sbatch --parsable` exited with 3" in error
+
+
+def test_missing_scheduler_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("PATH", str(Path().resolve()))
+    assert "`sbatch` is not installed" in run_failing(capsys, FAILED, "launch", "slurm", "recipe.toml", "--submit")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["missing.toml"], "missing.toml"),
+        (["recipe.toml", "--", "--set", "train.stepz=3"], "train.stepz"),
+        (["recipe.toml", "--nodes", "2", "--devices-per-node", "8"], "mesh 1,2,4 needs 8 devices, there are 16"),
+        (["recipe.toml", "--env", "A"], "`--env A` has no value"),
+        (["recipe.toml", "--setup", "a\nb"], "--setup has more than one line"),
+        (["recipe.toml", "--out", "recipe.toml"], "`recipe.toml` already exists"),
+    ],
+)
+def test_invalid_requests_are_errors_before_a_job_waits(
+    words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+):
+    assert what in run_failing(capsys, USAGE, "launch", "slurm", *words)
+    assert Path("recipe.toml").read_text() == RECIPE
+
+
+def test_overrides_may_change_the_mesh(capsys: pytest.CaptureFixture[str]):
+    command = ["launch", "slurm", "recipe.toml", "--nodes", "2", "--devices-per-node", "8"]
+    assert main([*command, "--", "--set", "mesh=2,2,4"]) == OK
+    assert "#SBATCH --job-name=recipe" in capsys.readouterr().out
+
+
+def test_local_processes_report_their_error(capsys: pytest.CaptureFixture[str]):
+    command = ["launch", "local", "recipe.toml", "--processes", "1", "--devices", "8"]
+    error = run_failing(capsys, FAILED, *command, "--env", "HF_HUB_OFFLINE=1")
+    assert "[0] error: " in error
+    assert "no data in `text.txt`" in error
+    assert "process 0 exited with" in error
+
+
+@pytest.mark.slow
+def test_local_processes_train(capsys: pytest.CaptureFixture[str]):
+    make_training_folder()
+    capsys.readouterr()
+    command = ["launch", "local", "recipe.toml", "--processes", "2", "--devices", "4", "--", "--out", "run"]
+    assert main([*command, "--set", "train.steps=3", "--set", "train.log_every=1"]) == OK
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "run/3"
+    assert "[0] step 1/3" in err
+    assert saved_steps(Path("run")) == [3]

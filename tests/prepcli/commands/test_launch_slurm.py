@@ -1,0 +1,71 @@
+"""`prep launch slurm --submit` on a real SLURM: two tasks train, stop at a signal, are requeued, and resume."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.errors import OK
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers import slurm
+from tests.prepcli.commands.test_train import make_training_folder
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement()),
+]
+
+# The nodes are one machine with loopback addresses, so the job has the variables of JAX instead of those of SLURM
+PREP = f"""#!/bin/bash
+export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID
+export JAX_COORDINATOR_ADDRESS=127.0.0.1:$((20000 + SLURM_JOB_ID))
+unset ${{!SLURM_@}}
+exec {sys.executable} -m prepcli "$@"
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        slurm.slurm_cluster(Path(folder)) as variables,
+    ):
+        yield variables
+
+
+def wait_for_text(path: Path, text: str, timeout_s: float = 300) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline_s, path.read_text() if path.exists() else path
+        time.sleep(0.2)
+
+
+def test_stopped_job_is_requeued_and_resumes(
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in cluster.items():
+        monkeypatch.setenv(name, value)
+    make_training_folder()
+    Path("bin").mkdir()
+    Path("bin/prep").write_text(PREP)
+    Path("bin/prep").chmod(0o755)
+    capsys.readouterr()
+    command = ["launch", "slurm", "recipe.toml", "--nodes", "2", "--setup", "export PATH=$PWD/bin:$PATH", "--submit"]
+    assert main([*command, "--", "--out", "run", "--set", "train.steps=60", "--set", "checkpoint.every=60"]) == OK
+    job = capsys.readouterr().out.strip()
+    log = Path(f"recipe-{job}.log")
+    wait_for_text(log, "step  5/60")
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait_for_text(log, "Exited with exit code 75")
+    fields = slurm.wait_for_job(job, cluster, state="COMPLETED")
+    assert (fields["Restarts"], fields["ExitCode"]) == ("1", "0:0")
+    assert "0: resuming at step" in log.read_text()
+    assert saved_steps(Path("run"))[-1] == 60

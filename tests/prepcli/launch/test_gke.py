@@ -1,0 +1,101 @@
+"""The JobSet, read back by PyYAML; its start script is run by bash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import UsageError
+from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest
+from prepcli.launch.job import LaunchJob
+from tests.helpers.scripts import install_recorders, run_script, texts, words
+
+yaml = pytest.importorskip("yaml")
+
+JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=7)
+
+
+@pytest.fixture(scope="module")
+def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorders")
+    install_recorders(folder)
+    return folder
+
+
+def documents(job: LaunchJob, options: GkeOptions, recipe_text: str = "seed = 1\n") -> tuple[Any, Any]:
+    """Return the ConfigMap and the JobSet."""
+    config_map, job_set = yaml.safe_load_all(gke_manifest(job, options, recipe_text=recipe_text))
+    return config_map, job_set
+
+
+def pods_of(job_set: Any) -> Any:
+    return job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def test_gke_manifest_restarts_stopped_pods_only():
+    _, job_set = documents(JOB, GkeOptions(image="image", nodes=2))
+    assert job_set["spec"]["failurePolicy"] == {
+        "maxRestarts": 7,
+        "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+    }
+    pods = pods_of(job_set)
+    assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
+    assert pods["backoffLimit"] == 0
+    assert pods["podFailurePolicy"]["rules"] == [
+        {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"containerName": "prep", "operator": "In", "values": [1, 2]}},
+    ]
+    assert pods["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "topology", "device", "selector"),
+    [
+        ("nvidia-h100-80gb", None, "nvidia.com/gpu", {"accelerator": "nvidia-h100-80gb"}),
+        ("tpu-v5p-slice", "4x4x4", "google.com/tpu", {"tpu-accelerator": "tpu-v5p-slice", "tpu-topology": "4x4x4"}),
+    ],
+)
+def test_gke_manifest_selects_nodes(accelerator: str, topology: str | None, device: str, selector: dict[str, str]):
+    options = GkeOptions(
+        image="image", devices_per_node=4, accelerator=accelerator, topology=topology, cpus=8, mem="1Gi"
+    )
+    pod = pods_of(documents(JOB, options)[1])["template"]["spec"]
+    assert pod["nodeSelector"] == {f"cloud.google.com/gke-{key}": value for key, value in selector.items()}
+    limits = {device: "4", "cpu": "8", "memory": "1Gi"}
+    assert pod["containers"][0]["resources"] == {"requests": limits, "limits": limits}
+
+
+def test_gke_manifest_mounts_the_files_and_the_claim():
+    pod = pods_of(documents(JOB, GkeOptions(image="image", claim="runs"))[1])["template"]["spec"]
+    assert pod["volumes"] == [
+        {"name": "files", "configMap": {"name": "llama-13b"}},
+        {"name": "work", "persistentVolumeClaim": {"claimName": "runs"}},
+    ]
+    container = pod["containers"][0]
+    assert container["command"] == ["bash", "/etc/prep/start.sh"]
+    assert container["workingDir"] == "/work"
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["files", "work"]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recipe_text=texts, train_words=st.lists(words, max_size=3), values=st.lists(words, max_size=3))
+def test_gke_start_script_passes_on_every_value(
+    recorders: Path, recipe_text: str, train_words: list[str], values: list[str]
+):
+    env = {f"V{number}": value for number, value in enumerate(values)}
+    job = LaunchJob(recipe="r/my run.toml", name="run", train_words=tuple(train_words), env=tuple(env.items()))
+    config_map, _ = documents(job, GkeOptions(image="image", nodes=3), recipe_text)
+    assert config_map["data"]["my-run.toml"] == recipe_text
+    done = run_script(config_map["data"]["start.sh"], recorders, JOB_COMPLETION_INDEX="2")
+    assert done.words_of("prep") == [["train", f"{FILES_FOLDER}/my-run.toml", *train_words]]
+    place = {"JAX_COORDINATOR_ADDRESS": "run-train-0-0.run:11111", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    assert done.variables_of("prep").items() >= (place | env).items()
+
+
+def test_gke_manifest_rejects_a_topology_without_tpu():
+    with pytest.raises(UsageError, match="for TPUs only"):
+        gke_manifest(JOB, GkeOptions(image="image", topology="4x4"), recipe_text="")

@@ -1,0 +1,56 @@
+"""Jobs: names, variables and lines that no script can hold are usage errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepcli.errors import UsageError
+from prepcli.launch.job import LaunchJob, as_label, check_label, overrides_of, parse_env
+
+
+def test_parse_env_splits_at_the_first_equals_sign():
+    assert parse_env(["A=b=c", "B="]) == (("A", "b=c"), ("B", ""))
+
+
+@pytest.mark.parametrize("text", ["A", ""])
+def test_parse_env_rejects_a_text_without_value(text: str):
+    with pytest.raises(UsageError, match="has no value"):
+        parse_env([text])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"env": (("1A", "b"),)},
+        {"env": (("A B", "b"),)},
+        {"env": (("A", "b\0"),)},
+        {"setup": ("a\nb",)},
+        {"setup": ("a\n",)},
+        {"name": "a\nb"},
+        {"recipe": "a\nb.toml"},
+        {"train_words": ("a\0",)},
+    ],
+)
+def test_job_rejects_texts_that_no_script_can_hold(values: dict[str, object]):
+    with pytest.raises(UsageError):
+        LaunchJob(**{"recipe": "r.toml", "name": "r", **values})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["A", "1a", "a-", "a_b", "a" * 41, ""])
+def test_check_label_hint_is_a_valid_label(name: str):
+    with pytest.raises(UsageError, match="invalid name of a job") as caught:
+        check_label(name)
+    check_label(caught.value.hint.removeprefix("`--job-name ").rstrip("`"))
+
+
+@pytest.mark.parametrize(
+    ("text", "label"), [("LLaMA 13B", "llama-13b"), ("32k", "prep-32k"), ("a" * 39 + "-b", "a" * 39), ("日", "prep")]
+)
+def test_as_label_keeps_letters_and_digits(text: str, label: str):
+    assert as_label(text) == label
+    check_label(label)
+
+
+def test_overrides_of_finds_both_forms_of_set():
+    assert overrides_of(["--set", "a=1", "--out", "x", "--set=b=2"]) == ("a=1", "b=2")
+    assert overrides_of([]) == ()

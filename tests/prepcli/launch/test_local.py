@@ -1,0 +1,136 @@
+"""Local processes: their environment, output, signals and exit codes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prepcli.errors import FAILED, INTERRUPTED, STOPPED, USAGE, PrepError
+from prepcli.launch import local
+from prepcli.launch.local import ProcessWatcher, process_environment
+
+WAIT = "import time; time.sleep(60)"
+STOP_AT_SIGNAL = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+def start(*scripts: str) -> list[subprocess.Popen[str]]:
+    """Start one Python process per script, as `start_processes` does."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for script in scripts
+    ]
+
+
+def watch(*scripts: str, poll_signal: Callable[[], str] = lambda: "") -> tuple[str | PrepError, list[tuple[int, str]]]:
+    """Run scripts to their end; return the result or the error, and the lines."""
+    lines: list[tuple[int, str]] = []
+    watcher = ProcessWatcher(start(*scripts), lambda index, line: lines.append((index, line)), poll_signal)
+    try:
+        return watcher.wait(), lines
+    except PrepError as error:
+        return error, lines
+
+
+def failure(*scripts: str, poll_signal: Callable[[], str] = lambda: "") -> PrepError:
+    """Run scripts of which one fails, and return the error."""
+    result, _ = watch(*scripts, poll_signal=poll_signal)
+    assert isinstance(result, PrepError)
+    return result
+
+
+def test_environment_describes_one_process():
+    inherited = {
+        "HOME": "/h",
+        "SLURM_PROCID": "3",
+        "XLA_FLAGS": "-",
+        "JAX_PROCESS_ID": "7",
+        "OMPI_COMM_WORLD_RANK": "1",
+    }
+    assert process_environment(inherited, index=1, count=2, port=9, devices=4) == {
+        "HOME": "/h",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+    }
+
+
+def test_result_is_stdout_of_process_0_and_lines_have_their_process():
+    script = "import sys; print('out{0}'); print('a\\nb{0}', file=sys.stderr)"
+    result, lines = watch(*(script.format(index) for index in range(2)))
+    assert result == "out0\n"
+    assert sorted(lines) == [(0, "a"), (0, "b0"), (1, "a"), (1, "b1")]
+
+
+def test_undecodable_output_is_replaced(tmp_path: Path):
+    (tmp_path / "prepcli.py").write_text("import sys; sys.stderr.buffer.write(b'\\xff\\n')")
+    lines: list[str] = []
+    processes = local.start_processes([], count=1, devices=1, environ={}, env={}, cwd=tmp_path)
+    ProcessWatcher(processes, lambda _, line: lines.append(line), lambda: "").wait()
+    assert lines == ["�"]
+
+
+@pytest.mark.parametrize("code", [FAILED, USAGE, STOPPED, INTERRUPTED])
+def test_exit_code_is_that_of_the_failed_process(code: int):
+    error = failure("", f"raise SystemExit({code})")
+    assert error.code == code
+    assert "process 1" in error.what
+
+
+def test_other_processes_are_killed_after_a_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
+    error = failure(WAIT, "raise SystemExit(1)")
+    assert (error.what, error.code) == ("process 1 exited with 1", FAILED)
+
+
+def test_killed_process_is_named_with_its_signal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
+    error = failure(WAIT, "import os; os.kill(os.getpid(), 9)")
+    assert (error.what, error.code) == ("process 1 was killed by SIGKILL", FAILED)
+
+
+def test_signal_reaches_all_processes():
+    lines: list[tuple[int, str]] = []
+    processes = start(STOP_AT_SIGNAL, STOP_AT_SIGNAL)
+    watcher = ProcessWatcher(processes, lambda *line: lines.append(line), lambda: "SIGTERM" if len(lines) == 2 else "")
+    with pytest.raises(PrepError, match="stopped by SIGTERM") as caught:
+        watcher.wait()
+    assert caught.value.code == STOPPED
+    assert [process.returncode for process in processes] == [STOPPED, STOPPED]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", STOPPED), ("SIGINT", INTERRUPTED)])
+def test_signal_before_the_start_of_prep_counts_as_a_stop(name: str, code: int):
+    script = f"import signal, time; signal.signal(signal.{name}, signal.SIG_DFL); time.sleep(60)"
+    started_s = time.monotonic()
+    error = failure(script, script, poll_signal=lambda: name if time.monotonic() > started_s + 1 else "")
+    assert error.code == code
+
+
+def test_processes_end_when_the_watcher_fails():
+    processes = start(WAIT, WAIT)
+
+    def fail() -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ProcessWatcher(processes, lambda *_: None, fail).wait()
+    assert [process.wait(10) for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]

@@ -1,0 +1,138 @@
+"""The SLURM batch script, run by bash with recorders in place of srun, scontrol and prep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prepcli.errors import UsageError
+from prepcli.launch.job import LaunchJob
+from prepcli.launch.slurm import SlurmOptions, slurm_script
+from tests.helpers.scripts import install_recorders, lines, run_script, words
+
+JOB = LaunchJob(recipe="recipes/llama-13b.toml", name="llama-13b", max_restarts=3)
+SCRIPT = """\
+#!/bin/bash
+# Trains recipes/llama-13b.toml with one process per node. Submit with `sbatch`.
+#SBATCH --job-name=llama-13b
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=1000G
+#SBATCH --time=24:00:00
+#SBATCH --partition=main
+#SBATCH --account=lab
+#SBATCH --output=llama-13b-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+#SBATCH --qos=long
+
+set -e
+module load cuda/12.3
+export XLA_PYTHON_CLIENT_MEM_FRACTION=.90
+source env/bin/activate
+
+code=0
+srun --label --kill-on-bad-exit=0 --wait=300 --cpus-per-task=96 prep train recipes/llama-13b.toml --set a=1 || code=$?
+
+# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.
+case $code in
+    75 | 13[1-9] | 14? | 15?)
+        if [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ]; then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi ;;
+esac
+exit "$code"
+"""
+
+
+@pytest.fixture(scope="module")
+def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorders")
+    install_recorders(folder)
+    return folder
+
+
+def test_slurm_script_has_every_option():
+    job = LaunchJob(
+        recipe="recipes/llama-13b.toml",
+        name="llama-13b",
+        train_words=("--set", "a=1"),
+        setup=("source env/bin/activate",),
+        env=(("XLA_PYTHON_CLIENT_MEM_FRACTION", ".90"),),
+    )
+    options = SlurmOptions(
+        nodes=2,
+        devices_per_node=8,
+        cpus=96,
+        mem="1000G",
+        time="24:00:00",
+        partition="main",
+        account="lab",
+        modules=("cuda/12.3",),
+        directives=("--qos=long",),
+    )
+    assert slurm_script(job, options) == SCRIPT
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    recipe=lines,
+    train_words=st.lists(words, max_size=3),
+    values=st.lists(words, max_size=3),
+    options=st.lists(lines, min_size=3, max_size=3),
+)
+def test_slurm_script_passes_on_every_value(
+    recorders: Path, recipe: str, train_words: list[str], values: list[str], options: list[str]
+):
+    env = {f"V{number}": value for number, value in enumerate(values)}
+    name, partition, module = options
+    job = LaunchJob(recipe=recipe, name=name, train_words=tuple(train_words), env=tuple(env.items()))
+    done = run_script(slurm_script(job, SlurmOptions(partition=partition, modules=(module,))), recorders)
+    assert done.code == 0
+    assert done.words_of("prep") == [["train", recipe, *train_words]]
+    assert done.words_of("module") == [["load", module]]
+    assert done.variables_of("prep").items() >= env.items()
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_requeued"),
+    [
+        *((code, "0", False) for code in (0, 1, 2, 130, 160, 255)),
+        *((code, "0", True) for code in (75, 134, 137, 143)),
+        *((75, restarts, restarts != "3") for restarts in ("", "2", "3")),
+    ],
+)
+def test_slurm_script_requeues_stopped_and_killed_runs(recorders: Path, code: int, restarts: str, is_requeued: bool):
+    env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts}
+    done = run_script(slurm_script(JOB, SlurmOptions()), recorders, codes={"prep": [code]}, **env)
+    assert done.code == code
+    assert done.words_of("scontrol") == [["requeue", "17"]] * is_requeued
+
+
+def test_slurm_script_ends_when_its_setup_fails(recorders: Path):
+    job = LaunchJob(recipe="r.toml", name="r", setup=("false",))
+    done = run_script(slurm_script(job, SlurmOptions()), recorders)
+    assert (done.code, done.calls) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("a b", '"a b"'), ('"', r'"\""'), ("a\\b", r'"a\\b"'), ("#", r'"\#"'), ("x-%j_1.log", "x-%j_1.log")],
+)
+def test_slurm_script_quotes_directives_as_sbatch_reads_them(value: str, text: str):
+    assert f"#SBATCH --account={text}\n" in slurm_script(JOB, SlurmOptions(account=value))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SlurmOptions(mem="1G\n#"), SlurmOptions(modules=("a\nb",)), SlurmOptions(directives=("--qos=a\nrm",))],
+)
+def test_slurm_script_rejects_line_breaks(options: SlurmOptions):
+    with pytest.raises(UsageError, match="more than one line"):
+        slurm_script(JOB, options)
