@@ -19,6 +19,8 @@ from prepcli.cli.options import (
     RevisionOption,
     StepOption,
 )
+from prepcli.console.stdio import library_output_hidden
+from prepcli.console.ui import SLABS
 from prepcli.errors import usage_error
 
 
@@ -124,7 +126,9 @@ def train(
         verify=not no_verify,
         force=force,
     )
-    return ui.finish(run(request, ui))
+    with library_output_hidden(to_stderr=ui.level >= SLABS):
+        report = run(request, ui)
+    return ui.finish(report)
 
 
 @expand_option_groups

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_checks import check_config, check_machine, disk_warnings
+from prepcli.commands.train_processes import compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines, tokenize_progress
 from prepcli.commands.train_start import (
     INIT_FOLDER,
@@ -33,7 +34,6 @@ from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import HF_FOLDER
-from trainer.models.process_address import process_address
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
@@ -105,14 +105,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     _check_run_folder(folder)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
-    from trainer.distributed.start import start_processes
 
-    cluster = loaded.recipe.cluster
-    group = start_processes(
-        process_address(cluster.process_settings, os.environ),
-        start_timeout_s=cluster.start_timeout,
-        heartbeat_timeout_s=cluster.heartbeat_timeout,
-    )
+    group = connect_processes(loaded.recipe, _shared_options(request), ui)
     with catch_out_of_memory():
         with (
             raise_on_signal(),
@@ -132,6 +126,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
                 ui=ui,
                 group=group,
             )
+            compare_start(group, reader.manifest, step=run.step, data_identity=run.job.manifest_fields["data"])
             for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
                 ui.note(line)
             fields = _run_fields(run, run.step)
@@ -146,6 +141,11 @@ def train(request: TrainRequest, ui: Ui) -> Report:
                 check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
             state = _load_train_state(run, reader)
         return _run_training(run, state, restart=request.restart, ui=ui)
+
+
+def _shared_options(request: TrainRequest) -> dict[str, object]:
+    """Return the options that all processes of a run must share."""
+    return {"--restart": request.restart, "--stop-after": request.stop_after, "--dry-run": request.dry_run}
 
 
 def recipe_schema() -> Report:
