@@ -33,7 +33,7 @@ from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
-from prepcli.cli.strict import StrictCommand
+from prepcli.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.ui import version
 from prepcli.errors import USAGE
@@ -44,6 +44,7 @@ COMMANDS = (  # in the order of `--help`
     *(plan, train, generate),
     *(demo, models, recipes, check_family, env),
 )
+ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
 
 
 class CommandGroup(TyperGroup):
@@ -97,4 +98,5 @@ def _help_text(command: Callable[..., int]) -> str:
 
 
 for command in COMMANDS:
-    app.command(cls=StrictCommand, help=_help_text(command))(command)
+    command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
+    app.command(cls=command_class, help=_help_text(command))(command)

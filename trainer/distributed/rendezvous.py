@@ -137,7 +137,8 @@ def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             hello = json.loads(_read_line(connection))
             if hello["protocol"] == PROTOCOL:
-                return _Peer(int(hello["index"]), int(hello["count"]), str(host), connection)
+                ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
+                return _Peer(int(hello["index"]), int(hello["count"]), ip, connection)
         connection.close()
     return None
 

@@ -140,7 +140,7 @@ def test_requested_share_prefers_the_command_line(text, environ, expected):
 
 @pytest.mark.parametrize("environ", [{"SLURM_STEP_NUM_TASKS": "4"}, {"JAX_NUM_PROCESSES": "x", "JAX_PROCESS_ID": "0"}])
 def test_requested_share_refuses_invalid_variables(environ: dict[str, str]):
-    with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS|JAX_NUM_PROCESSES"):
+    with pytest.raises(UsageError, match=next(iter(environ))):
         requested_share(None, environ)
 
 
