@@ -22,7 +22,7 @@ from trainer.models.process_address import ProcessAddress
 PROTOCOL = "prep-1"
 MAX_LINE_BYTES = 1 << 14
 HELLO_TIMEOUT_S = 5.0  # for a line from a connection to process 0
-VERDICT_DELAY_S = 10.0  # for a verdict after the time is over
+VERDICT_DELAY_S = 10.0  # for the verdict, after process 0 has waited its time
 RETRY_S = 0.2
 SPARE_FILES = 512  # open files besides the connections
 
@@ -191,7 +191,7 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
         try:
             with socket.create_connection(split_host_port(address.coordinator), timeout=remaining_s) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(max(deadline - time.monotonic(), 0) + VERDICT_DELAY_S)
+                connection.settimeout(timeout_s + VERDICT_DELAY_S)  # process 0 may have started later
                 verdict = json.loads(_read_line(connection))
         except (OSError, ValueError) as error:  # process 0 does not listen yet, or its service closed the connection
             last_error = getattr(error, "strerror", None) or str(error) or last_error

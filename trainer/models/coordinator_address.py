@@ -62,7 +62,7 @@ def is_loopback(host: str) -> bool:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """Return the first host of Slurm's compact form: that of `rack[1-2]n[003-005,9],x` is `rack1n003`."""
+    """Return the first host of SLURM's compact form: that of `rack[1-2]n[003-005,9],x` is `rack1n003`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 

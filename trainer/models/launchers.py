@@ -1,8 +1,8 @@
 """Which process of how many this is, from the environment variables of launchers. Pure, no jax.
 
-Launchers set the variables below only for commands that they run several times. SLURM_NTASKS is ignored: Slurm also
-sets it for the batch script, which runs once. An Open MPI process is detected before a Slurm task, because `mpirun`
-may start its ranks from tasks of Slurm. jax detects launchers in the same order.
+Launchers set the variables below only for commands that they run several times. SLURM_NTASKS is ignored: SLURM also
+sets it for the batch script, which runs once. An Open MPI process is detected before a SLURM task, because `mpirun`
+may start its ranks from tasks of SLURM. jax detects launchers in the same order.
 """
 
 from __future__ import annotations
@@ -201,6 +201,6 @@ def _incomplete_error(present: str, missing: str) -> Exception:
 
 
 def _repeated_numbers(text: str) -> list[int]:
-    """Return the numbers of Slurm's compact form: `2(x3),1` is 2, 2, 2, 1. Other text gives no numbers."""
+    """Return the numbers of SLURM's compact form: `2(x3),1` is 2, 2, 2, 1. Other text gives no numbers."""
     matches = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in text.split(",")]
     return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]

@@ -184,6 +184,6 @@ def _num_visible_devices(environ: Mapping[str, str]) -> int | None:
 
 
 def _num_host_devices(environ: Mapping[str, str]) -> int:
-    """Return the number of accelerators that Slurm allocated on this host; 0 if it is unknown."""
+    """Return the number of accelerators that SLURM allocated on this host; 0 if it is unknown."""
     text = environ.get("SLURM_GPUS_ON_NODE", "")
     return int(text) if text.isdecimal() else 0

@@ -108,7 +108,7 @@ FOUR_DEVICES = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4"}
         (None, SLURM | FOUR_DEVICES, (2, 3)),
         (1, SLURM | FOUR_DEVICES, (1,)),
         (None, SLURM | {"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),
-        (None, SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, None),  # Slurm divides the devices
+        (None, SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, None),  # SLURM divides the devices
         (1, SLURM | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}, (0,)),
         (None, SLURM, (1,)),  # one device for each process, as in jax
         (None, OPEN_MPI | FOUR_DEVICES, (0, 1)),
