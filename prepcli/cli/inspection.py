@@ -188,7 +188,7 @@ def env(
     *,
     output_options: OutputOptions,
 ) -> int:
-    """Show versions, devices, memory, settings and caches.
+    """Show versions, devices, processes, memory, settings and caches.
 
     Examples:
       prep env

@@ -34,7 +34,7 @@ from prepcli.cli.inspection import check_family, demo, env, inspect, models, ver
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
-from prepcli.cli.strict import StrictCommand
+from prepcli.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
 from prepcli.console.ui import version
@@ -47,6 +47,7 @@ COMMANDS = (  # in the order of `--help`
     *(demo, models, recipes, check_family, env),
 )
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)
+ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
 
 
 class CommandGroup(TyperGroup):
@@ -104,5 +105,6 @@ launch_app = typer.Typer(help="Start prep train on several hosts or in several p
 for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
-    app.command(cls=StrictCommand, help=_help_text(command))(command)
+    command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
+    app.command(cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")

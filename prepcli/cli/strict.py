@@ -1,12 +1,14 @@
-"""A Typer command that rejects empty values."""
+"""Typer commands that reject empty values, and launchers of several processes."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from typer.core import TyperCommand
 
 from prepcli.errors import usage_error
+from prepcli.planning.shares import launcher_share
 
 FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is free text, which may be empty
 
@@ -24,6 +26,19 @@ class StrictCommand(TyperCommand):
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
                 raise _empty_value_error(parameter)
         return super().parse_args(ctx, args)
+
+
+class OneProcessCommand(StrictCommand):
+    """Command with effects that several processes must not repeat."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raise UsageError if a launcher started several processes of it."""
+        share, launcher = launcher_share(os.environ)
+        if share.count > 1:
+            why = f"this is process {share.index} of {share.count}, as {launcher} says"
+            hint = f"run `{ctx.command_path}` without the launcher"
+            raise usage_error(f"`{ctx.command_path}` runs in one process", why, hint)
+        return super().invoke(ctx)
 
 
 def _has_empty(value: object) -> bool:

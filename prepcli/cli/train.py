@@ -20,6 +20,8 @@ from prepcli.cli.options import (
     StepOption,
     StreamOption,
 )
+from prepcli.console.stdio import library_output_hidden
+from prepcli.console.ui import SLABS
 from prepcli.errors import usage_error
 
 
@@ -127,7 +129,9 @@ def train(
         verify=not no_verify,
         force=force,
     )
-    return ui.finish(run(request, ui))
+    with library_output_hidden(to_stderr=ui.level >= SLABS):
+        report = run(request, ui)
+    return ui.finish(report)
 
 
 @expand_option_groups

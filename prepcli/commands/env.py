@@ -1,4 +1,4 @@
-"""`prep env`: versions, devices, memory, and settings with the variable or file that each comes from."""
+"""`prep env`: versions, devices, processes, memory, and settings with the variable or file of each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from prepcli.commands.machine import cgroup_memory_limit, system_memory
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
+from prepcli.errors import UsageError
+from trainer.models.process_address import ProcessSettings, process_address, single_process_reason
 
 PACKAGES = (
     "prepcli", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "safetensors", "numpy", "ml_dtypes",
@@ -39,7 +41,7 @@ class Setting:
 
 
 def env(default_memory: str, list_devices: bool) -> Report:
-    """Report versions, memory, settings and, on request, devices.
+    """Report versions, processes, memory, settings and, on request, devices.
 
     Args:
         default_memory: Default of `--memory`.
@@ -53,10 +55,12 @@ def env(default_memory: str, list_devices: bool) -> Report:
     sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
     settings = [*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)]
     devices = _devices() if list_devices else None
+    processes = _processes(os.environ)
     fields = {
         **system,
         "versions": versions,
         "devices": devices,
+        "processes": processes,
         "memory": {name.replace(" ", "_"): size for name, size in sizes.items()},
         "settings": [asdict(setting) for setting in settings],
     }
@@ -66,6 +70,9 @@ def env(default_memory: str, list_devices: bool) -> Report:
             "versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}
         ),
         _two_column_table("devices", device_rows),
+        _two_column_table(
+            "processes", {name: "-" if value is None else str(value) for name, value in processes.items()}
+        ),
         _two_column_table(
             "memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}
         ),
@@ -95,6 +102,26 @@ def _devices() -> dict[str, str]:
         return {str(device): device.device_kind for device in jax.local_devices()}
     except (ImportError, RuntimeError) as error:  # RuntimeError: a platform of JAX_PLATFORMS does not exist
         return {"none": f"jax: {error}"}
+
+
+def _processes(environ: Mapping[str, str]) -> dict[str, str | int | None]:
+    """Return the job of several processes that environment variables describe to `prep train`, and why."""
+    fields: dict[str, str | int | None] = {"launcher": None, "count": 1, "index": 0, "address": None, "devices": None}
+    try:
+        address = process_address(ProcessSettings(), environ)
+    except UsageError as error:
+        return fields | {"count": None, "index": None, "reason": f"invalid: {error}"}
+    if address is None:
+        return fields | {"reason": single_process_reason(environ)}
+    ids = address.local_device_ids
+    return {
+        "launcher": address.launcher,
+        "count": address.count,
+        "index": address.index,
+        "address": address.coordinator,
+        "devices": "all" if ids is None else ",".join(map(str, ids)),
+        "reason": address.reason,
+    }
 
 
 def _prep_settings(environ: Mapping[str, str], default_memory: str) -> list[Setting]:

@@ -18,6 +18,7 @@ from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
 from prepcli.commands.train_folder import check_run_folder
 from prepcli.commands.train_prepare import prepare_run
+from prepcli.commands.train_processes import compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
@@ -31,7 +32,6 @@ from prepcli.execution.signals import note_durable_work, raise_on_signal, rememb
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader
 from prepcli.restore.weights_reader import WeightsReader
-from trainer.models.process_address import process_address
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
@@ -58,14 +58,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     loaded = load_recipe(request.recipe, request.overrides)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
-    from trainer.distributed.start import start_processes
 
-    cluster = loaded.recipe.cluster
-    group = start_processes(
-        process_address(cluster.process_settings, os.environ),
-        start_timeout_s=cluster.start_timeout,
-        heartbeat_timeout_s=cluster.heartbeat_timeout,
-    )
+    group = connect_processes(loaded.recipe, _shared_options(request), ui)
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
     with label_errors(process), catch_out_of_memory():
@@ -97,6 +91,7 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
             ui=ui,
             group=group,
         )
+        compare_start(group, start.manifest, step=run.step, data_identity=run.job.manifest_fields["data"])
         for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
             ui.note(line)
         if request.dry_run:
@@ -107,6 +102,11 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
             start.check_remaining(folder, ui, has_state=bool(run.step))
         state = _load_train_state(run, start.reader)
     return _run_training(run, state, restart=request.restart, ui=ui)
+
+
+def _shared_options(request: TrainRequest) -> dict[str, object]:
+    """Return the options that all processes of a run must share."""
+    return {"--restart": request.restart, "--stop-after": request.stop_after, "--dry-run": request.dry_run}
 
 
 def recipe_schema() -> Report:

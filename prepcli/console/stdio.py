@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import select
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 
@@ -47,6 +49,28 @@ def open_closed_streams() -> None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+@contextlib.contextmanager
+def library_output_hidden(to_stderr: bool) -> Iterator[None]:
+    """Keep text that libraries write to descriptor 1 out of stdout, which carries only the result.
+
+    The network library of jax for CPUs prints there. Nothing may be written to `sys.stdout` meanwhile.
+
+    Args:
+        to_stderr: Write the text to stderr; False: drop it.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    target = os.dup(2) if to_stderr else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(target, 1)
+    os.close(target)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # text in the buffers of C libraries
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def escape_unencodable() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prepcli.errors import usage_error
 from prepcli.planning.plan import Plan
-from trainer.models.launchers import MAX_PROCESSES, detect_launcher
+from trainer.models.launchers import JAX_VARIABLES, MAX_PROCESSES, SLURM, detect_launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Share:
 
 
 SINGLE_PROCESS = Share()
+SHARING_LAUNCHERS = (JAX_VARIABLES, SLURM)  # others, such as TPU pods, often start processes without a shared folder
 
 
 def parse_share(text: str) -> Share:
@@ -57,7 +58,7 @@ def parse_share(text: str) -> Share:
 
 def launcher_share(environ: Mapping[str, str]) -> tuple[Share, str]:
     """Return the share assigned to this process by a launcher, and the launcher's name; one process without one."""
-    process = detect_launcher(environ)
+    process = detect_launcher(environ, SHARING_LAUNCHERS)
     return (SINGLE_PROCESS, "") if process is None else (Share(process.count, process.index), process.launcher)
 
 

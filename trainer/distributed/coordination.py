@@ -27,6 +27,8 @@ class CoordinatedProcesses:
         self.index: int = state.process_id
         self.count: int = state.num_processes
         self._client = state.client
+        start = self._client.key_value_increment(f"{KEY_PREFIX}/starts/{self.index}", 1)
+        self._prefix = f"{KEY_PREFIX}/{start}"  # another one for each group of the same processes
         self._calls: Counter[str] = Counter()
 
     def barrier(self, name: str) -> None:
@@ -61,7 +63,7 @@ class CoordinatedProcesses:
 
     def _next_key(self, kind: str, name: str) -> str:
         """Return a key that no earlier call has used."""
-        key = f"{KEY_PREFIX}/{kind}/{name}"
+        key = f"{self._prefix}/{kind}/{name}"
         self._calls[key] += 1
         return f"{key}/{self._calls[key]}"
 

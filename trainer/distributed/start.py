@@ -1,12 +1,24 @@
-"""The start of JAX in several processes."""
+"""The start of JAX in several processes. Nothing here runs a computation: the first one fixes the devices."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
+
 import jax
+from jax._src import cloud_tpu_init
 
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.distributed.rendezvous import meet_processes
+from trainer.models.coordinator_address import is_loopback, split_host_port
+from trainer.models.errors import PrepError
+from trainer.models.launchers import TPU_HOST_VARIABLES
 from trainer.models.process_address import ProcessAddress
+
+CONNECT_TIMEOUT_S = 60  # for jax to connect processes that have met
+ADDRESS_HINT = "`--set cluster.host0_address=ADDRESS` with an address that all hosts can reach"
 
 
 def start_processes(
@@ -14,24 +26,86 @@ def start_processes(
 ) -> ProcessGroup:
     """Connect this process with the others of its job. No device may have been used before.
 
+    Processes that are connected already, by an earlier call or by the calling program, stay connected.
+
     Args:
-        address: This process; None for a job of one process.
+        address: This process; None if neither settings nor variables describe it.
         start_timeout_s: Seconds to wait for the other processes.
         heartbeat_timeout_s: Seconds without a heartbeat after which JAX counts a process as lost.
 
     Returns:
         The group of processes.
+
+    Raises:
+        PrepError: A process did not start in time, or the processes cannot be connected.
     """
-    if address is None or address.count == 1:
+    if jax.distributed.is_initialized():
+        return _connected_group(address)
+    if address is None and not _describes_tpu_pod(os.environ):
         return SingleProcess()
-    devices = address.num_local_devices
-    jax.distributed.initialize(
-        address.coordinator,
-        num_processes=address.count,
-        process_id=address.index,
-        local_device_ids=None if devices is None else list(range(devices)),
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(start_timeout_s),
-        heartbeat_timeout_seconds=int(heartbeat_timeout_s),
-    )
-    return CoordinatedProcesses()
+    timeouts = {"heartbeat_timeout_seconds": max(int(heartbeat_timeout_s), 1)}
+    try:
+        if address is None:
+            jax.distributed.initialize(**timeouts, initialization_timeout=max(int(start_timeout_s), 1))
+        elif address.count == 1:
+            return SingleProcess()
+        else:
+            check_coordinator_host(address)
+            meet_processes(address, start_timeout_s)
+            jax.distributed.initialize(
+                address.coordinator,
+                num_processes=address.count,
+                process_id=address.index,
+                local_device_ids=address.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=CONNECT_TIMEOUT_S,
+                **timeouts,
+            )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _start_error(address, error) from error
+    group = CoordinatedProcesses()
+    return group if group.count > 1 else SingleProcess()
+
+
+def check_coordinator_host(address: ProcessAddress) -> None:
+    """Raise PrepError if process 0 is on another host, and its address is a loopback address here.
+
+    Args:
+        address: This process. Nothing is checked if its launcher does not state the number of hosts.
+    """
+    if (address.host_count or 1) == 1:
+        return
+    host, _ = split_host_port(address.coordinator)
+    reason = f"the processes run on {address.host_count} hosts"
+    if is_loopback(host):
+        raise PrepError(f"the address {host} of process 0 reaches only its own host", reason, ADDRESS_HINT)
+    if not address.host_index:  # the host of process 0 may resolve its own name to 127.0.1.1
+        return
+    try:
+        resolved = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
+    except OSError:  # connecting reports it, after retries
+        return
+    if resolved and all(is_loopback(ip) for ip in resolved):
+        what = f"the host {host} of process 0 has the loopback address {resolved[0]} on host {socket.gethostname()}"
+        raise PrepError(what, reason, f"correct /etc/hosts, or {ADDRESS_HINT}")
+
+
+def _connected_group(address: ProcessAddress | None) -> ProcessGroup:
+    """Return the group of processes that are connected already; raise PrepError if it is another job."""
+    group = CoordinatedProcesses()
+    if address is not None and (address.index, address.count) != (group.index, group.count):
+        why = f"jax is connected as process {group.index} of {group.count}, and {address.reason} says otherwise"
+        raise PrepError("the processes are connected already", why, "start a new process")
+    return group if group.count > 1 else SingleProcess()
+
+
+def _describes_tpu_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether the metadata server of a TPU virtual machine says which process this is. Only jax reads it."""
+    is_described = environ.get("TPU_SKIP_MDS_QUERY") or any(environ.get(name) for name in TPU_HOST_VARIABLES)
+    return cloud_tpu_init.running_in_cloud_tpu_vm and not is_described
+
+
+def _start_error(address: ProcessAddress | None, error: Exception) -> PrepError:
+    place = "this TPU host" if address is None else f"process {address.index} of {address.count}"
+    hint = "`--set cluster.n_processes=1` trains in this process alone"
+    return PrepError(f"jax cannot connect {place}", str(error).partition("\n")[0], hint)

@@ -18,7 +18,7 @@ from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
 from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
-from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe
+from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import DEFAULT_FIELDS
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, unknown_key_hint
 
@@ -174,9 +174,8 @@ def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
     """Expand `~` and `${NAME}` in all paths; return the recipe, and the diagnostics of paths that cannot be."""
     tables, diagnostics = raw.copy_tables(), []
-    for key, key_schema in KEY_SCHEMAS.items():
-        is_path = any(alternative.get("format") == "path" for alternative in alternatives(key_schema))
-        if is_path and raw.has(key):
+    for key in KEY_SCHEMAS:
+        if is_path(key) and raw.has(key):
             table, _, name = key.partition(".")
             try:
                 tables[table][name] = _expand_value(raw.get(key), key)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from trainer.models.remat import Offload, PolicyName
 from trainer.models.rope_overrides import RopeOverrides
+from trainer.recipe.formatting import alternatives
 from trainer.recipe.key_types import (
     STRICT,
     ActivationNames,
@@ -356,6 +357,11 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
+
+
+def is_path(key: str) -> bool:
+    """Return whether a key's value is a path or a list of paths."""
+    return any(alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key]))
 
 
 def keys_of(recipe: Recipe) -> Iterator[str]:

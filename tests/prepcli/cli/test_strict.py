@@ -1,4 +1,4 @@
-"""Empty values on the command line are usage errors."""
+"""Empty values, and several processes of a command for one, are usage errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.main import get_command
 from prepcli.cli.main import main
 from prepcli.cli.root import app
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
+from tests.helpers.run_cli import run_failing, run_ok
 
 TOP_COMMANDS = vars(get_command(app))["commands"]
 LAUNCH = vars(TOP_COMMANDS["launch"])["commands"]
@@ -70,3 +71,16 @@ def test_empty_prompt_is_allowed(
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "./m", "--prompt", ""]) == 2
     assert "`./m` does not exist" in capsys.readouterr().err
+
+
+def test_demo_refuses_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    err = run_failing(capsys, 2, "demo")
+    assert "`prep demo` runs in one process" in err
+    assert "process 1 of 4, as SLURM says" in err
+    assert list(tmp_path.iterdir()) == []
+    run_ok("models")

@@ -49,6 +49,32 @@ def test_env_hides_the_token(tmp_path: Path) -> None:
     assert "hf_secret" not in printed
 
 
+SLURM_TASK = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NODELIST": "n[3-6]", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {"launcher": None, "count": 1, "index": 0, "reason": "no variable of a launcher is set"}),
+        (SLURM_TASK, {"launcher": "SLURM", "count": 4, "index": 3, "address": "n3:61447", "devices": "all"}),
+        ({"JAX_NUM_PROCESSES": "2"}, {"launcher": None, "count": None, "index": None}),
+    ],
+)
+def test_env_shows_processes(
+    variables: dict[str, str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in os.environ:
+        if name.startswith(("JAX_", "SLURM_", "OMPI_", "TPU_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    report = env("512MiB", list_devices=False)
+    processes = report.fields["processes"]
+    assert isinstance(processes, dict)
+    assert expected.items() <= processes.items()
+    assert str(processes["reason"]) in report.text
+
+
 def test_env_does_not_import_jax_by_default() -> None:
     script = (
         "import sys; from prepcli.commands.env import env; report = env('512MiB', list_devices=False);"

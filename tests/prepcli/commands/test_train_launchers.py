@@ -1,20 +1,79 @@
-"""`prep train` under a launcher."""
+"""`prep train` under launchers: the start of several processes, and the errors of those that do not fit together."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import finish, free_port, start_processes
 from tests.helpers.run_cli import run_failing
+from tests.prepcli.commands.test_train import make_training_folder
 
-VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+
+
+def start_process(*words: str, index: int, count: int, port: int) -> subprocess.Popen[str]:
+    """Start `prep train` as one process of `count`, in the current folder."""
+    job = {
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+    }
+    words = ("train", "recipe.toml", "--json", "--out", "run", *words)
+    return start_processes(*words, count=1, devices=4, cwd=Path.cwd(), env=job)[0]
 
 
 def test_train_runs_as_the_only_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    for variable, value in zip(VARIABLES, ("1", "0")):
+    for variable, value in ONE_TASK.items():
         monkeypatch.setenv(variable, value)
     assert "missing.toml" in run_failing(capsys, 2, "train", "missing.toml")
+
+
+def test_train_refuses_incomplete_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    err = run_failing(capsys, 2, "train", "recipe.toml", "--out", "run")
+    assert "JAX_NUM_PROCESSES is set, and JAX_PROCESS_ID is not" in err
+    assert not Path("run").exists()
+
+
+def test_train_names_the_missing_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, timeout = free_port(), ("--set", "cluster.start_timeout=3")
+    processes = [start_process(*timeout, index=0, count=3, port=port)]
+    [(code, out, err)] = finish(processes)
+    assert code == 1
+    assert json.loads(out)["error"]["what"] == "processes 1-2 of 3 did not start within 3 s"
+    assert f"127.0.0.1:{port}" in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 3  # what, why, hint
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, rates = free_port(), ("0.01", "0.02")
+    processes = [
+        start_process("--set", f"optimizer.lr={rate}", index=index, count=2, port=port)
+        for index, rate in enumerate(rates)
+    ]
+    for code, out, err in finish(processes):
+        assert code == 1
+        error = json.loads(out)["error"]
+        assert error["what"] == "the processes differ in `optimizer.lr`"
+        assert "0.01 in process 0" in error["why"]
+        assert "0.02 in process 1" in error["why"]
+        assert len(err.splitlines()) == 3
+    assert not Path("run").exists()

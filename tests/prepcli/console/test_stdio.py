@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from prepcli.console.stdio import is_reader_gone
+from prepcli.console.stdio import is_reader_gone, library_output_hidden
 
 LOST = "error: cannot write the result to stdout"
 CASES = [
@@ -75,3 +77,13 @@ def test_escape_unencodable_escapes_characters(tmp_path: Path) -> None:
 
 def test_stream_without_a_descriptor_has_a_reader(capsys: pytest.CaptureFixture[str]) -> None:
     assert not is_reader_gone(sys.stdout)
+
+
+def test_library_output_hidden_keeps_stdout_for_results(capfd: pytest.CaptureFixture[str]):
+    with library_output_hidden(to_stderr=False):
+        os.write(1, b"dropped")
+    with library_output_hidden(to_stderr=True):
+        os.write(1, b"shown")
+        ctypes.CDLL(None).puts(b"buffered")
+    os.write(1, b"result")
+    assert capfd.readouterr() == ("result", "shownbuffered\n")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.errors import USAGE, PrepError
+from prepcli.errors import USAGE, PrepError, UsageError
 from prepcli.planning.plan import Contiguous, EqualityCheck, Fill, Plan, Stream
 from prepcli.planning.shares import (
     SINGLE_PROCESS,
@@ -121,7 +121,7 @@ JAX = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "0"}
         (None, {}, (SINGLE_PROCESS, "")),
         (None, SLURM, (Share(4, 2), "SLURM")),
         (None, JAX, (Share(8, 0), "JAX_NUM_PROCESSES")),
-        (None, {**JAX, **SLURM}, (Share(4, 2), "SLURM")),
+        (None, {**SLURM, **JAX}, (Share(8, 0), "JAX_NUM_PROCESSES")),
         ("2/1", SLURM, (Share(2, 1), "")),
         ("1/0", SLURM, (SINGLE_PROCESS, "")),
         (
@@ -129,14 +129,19 @@ JAX = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "0"}
             {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
             (SINGLE_PROCESS, ""),
         ),  # set in a batch script, which runs once
-        (None, {"SLURM_STEP_NUM_TASKS": "4"}, (SINGLE_PROCESS, "")),
-        (None, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}, (SINGLE_PROCESS, "")),
-        (None, {"JAX_NUM_PROCESSES": "many", "JAX_PROCESS_ID": "0"}, (SINGLE_PROCESS, "")),
+        (None, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, (SINGLE_PROCESS, "")),
+        ("2/1", {"SLURM_STEP_NUM_TASKS": "4"}, (Share(2, 1), "")),
         (None, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (SINGLE_PROCESS, "")),
     ],
 )
 def test_requested_share_prefers_the_command_line(text, environ, expected):
     assert requested_share(text, environ) == expected
+
+
+@pytest.mark.parametrize("environ", [{"SLURM_STEP_NUM_TASKS": "4"}, {"JAX_NUM_PROCESSES": "x", "JAX_PROCESS_ID": "0"}])
+def test_requested_share_refuses_invalid_variables(environ: dict[str, str]):
+    with pytest.raises(UsageError, match=next(iter(environ))):
+        requested_share(None, environ)
 
 
 def test_share_split_divides_it_among_workers():

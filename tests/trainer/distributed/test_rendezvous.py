@@ -1,0 +1,113 @@
+"""The meeting of processes before jax starts, in threads of one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.helpers.processes import free_port
+from trainer.distributed.rendezvous import index_ranges, meet_processes
+from trainer.models.errors import PrepError
+from trainer.models.process_address import ProcessAddress
+
+LONG_S = 60.0
+
+
+def meet(
+    processes: Sequence[tuple[int, int]], timeout_s: float, *, before: Callable[[int], None] | None = None
+) -> list[str]:
+    """Let processes, as (index, count), meet; return the error of each, or an empty text.
+
+    Args:
+        processes: Index and number of processes, as each process has them.
+        timeout_s: Seconds that each waits.
+        before: Called with the port after process 0 has started, if it is the first.
+    """
+    port = free_port()
+
+    def run(index: int, count: int) -> str:
+        try:
+            meet_processes(ProcessAddress(index, count, f"127.0.0.1:{port}"), timeout_s)
+        except PrepError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        futures = [pool.submit(run, *processes[0])]
+        if before is not None:
+            before(port)
+        futures += [pool.submit(run, *process) for process in processes[1:]]
+        return [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_meet_processes_returns_when_all_have_come(order: tuple[int, ...]):
+    assert meet([(index, 4) for index in order], LONG_S) == ["", "", "", ""]
+
+
+def test_meet_processes_names_the_missing_everywhere():
+    errors = meet([(0, 6), (2, 6)], 2.0)
+    for error in errors:
+        assert "processes 1, 3-5 of 6 did not start within 2 s" in error
+        assert "127.0.0.1" in error
+    assert len(errors) == 2
+
+
+def test_meet_processes_without_process_0_names_the_address():
+    [error] = meet([(1, 2)], 0.5)
+    assert "process 1 of 2 did not reach process 0 within 0.5 s" in error
+    assert "address tried: 127.0.0.1:" in error
+    assert "refused" in error
+
+
+def test_meet_processes_refuses_a_second_process_of_an_index():
+    errors = meet([(0, 3), (1, 3), (1, 3)], LONG_S)
+    assert all("two processes have the index 1" in error for error in errors)
+
+
+def test_meet_processes_refuses_other_counts():
+    errors = meet([(0, 3), (1, 2)], LONG_S)
+    assert all("process 0 expects 3, and process 1 at 127.0.0.1 expects 2" in error for error in errors)
+
+
+def test_meet_processes_ignores_other_connections():
+    def connect(port: int) -> None:
+        for line in (b"GET / HTTP/1.1\r\n\n", b'{"protocol": "other"}\n', b"[]\n", b""):
+            with connection_to(port) as connection:
+                connection.sendall(line)
+
+    assert meet([(0, 2), (1, 2)], LONG_S, before=connect) == ["", ""]
+
+
+def test_meet_processes_replaces_a_process_that_has_ended():
+    def start_and_end(port: int) -> None:
+        with connection_to(port) as connection:
+            connection.sendall(b'{"protocol": "prep-1", "index": 1, "count": 3}\n')
+
+    assert meet([(0, 3), (1, 3), (2, 3)], LONG_S, before=start_and_end) == ["", "", ""]
+
+
+def test_meet_processes_reports_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(PrepError, match=f"process 0 cannot listen on port {port}"):
+            meet_processes(ProcessAddress(0, 2, f"127.0.0.1:{port}"), 1)
+
+
+def test_index_ranges_joins_neighbours():
+    assert index_ranges([5, 1, 3, 4]) == "1, 3-5"
+    assert index_ranges([]) == ""
+
+
+def connection_to(port: int) -> socket.socket:
+    """Connect to process 0, which may not listen yet."""
+    for _ in range(300):
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=LONG_S)
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    raise AssertionError("process 0 does not listen")

@@ -1,0 +1,76 @@
+"""The start of jax in several processes: the address of process 0, and processes that are connected already."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers.processes import free_port
+from trainer.distributed.start import check_coordinator_host
+from trainer.models.errors import PrepError
+from trainer.models.process_address import ProcessAddress
+
+CONNECTED = """
+import sys
+import jax
+from trainer.distributed.coordination import CoordinatedProcesses
+from trainer.distributed.start import start_processes
+from trainer.models.errors import PrepError
+from trainer.models.process_address import ProcessAddress
+
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", num_processes=1, process_id=0)
+for group in (CoordinatedProcesses(), CoordinatedProcesses()):
+    group.barrier("name")
+    assert group.gather("name", "text") == ["text"]
+timeouts = {"start_timeout_s": 1, "heartbeat_timeout_s": 10}
+assert start_processes(None, **timeouts).count == 1
+try:
+    start_processes(ProcessAddress(1, 2, "127.0.0.1:1", reason="the test"), **timeouts)
+except PrepError as error:
+    print(error)
+"""
+
+
+def address(coordinator: str, *, hosts: int | None, host: int | None) -> ProcessAddress:
+    """Return the address of process 1 of 4."""
+    return ProcessAddress(1, 4, coordinator, host_count=hosts, host_index=host)
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *ips: str) -> None:
+    """Let every host name have these IP addresses."""
+
+    def getaddrinfo(host: str, port: object) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in ips]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:99", "localhost:99", "[::1]:99"])
+def test_check_coordinator_host_refuses_loopback(coordinator: str):
+    with pytest.raises(PrepError, match="reaches only its own host - the processes run on 2 hosts"):
+        check_coordinator_host(address(coordinator, hosts=2, host=0))
+
+
+@pytest.mark.parametrize("hosts", [1, None])
+def test_check_coordinator_host_allows_loopback_on_one_host(hosts: int | None):
+    check_coordinator_host(address("127.0.0.1:99", hosts=hosts, host=0))
+
+
+def test_check_coordinator_host_names_the_loopback_address(monkeypatch: pytest.MonkeyPatch):
+    resolve_to(monkeypatch, "127.0.1.1")
+    with pytest.raises(PrepError, match=r"the host n001 of process 0 has the loopback address 127\.0\.1\.1"):
+        check_coordinator_host(address("n001:99", hosts=2, host=1))
+    check_coordinator_host(address("n001:99", hosts=2, host=0))  # its own name there
+    resolve_to(monkeypatch, "127.0.1.1", "10.0.0.1")
+    check_coordinator_host(address("n001:99", hosts=2, host=1))
+
+
+def test_start_processes_keeps_connected_processes():
+    process = subprocess.run(
+        [sys.executable, "-c", CONNECTED, str(free_port())], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert "jax is connected as process 0 of 1, and the test says otherwise" in process.stdout

@@ -1,0 +1,88 @@
+"""Comparison of facts that all processes of a run must share, before they compute together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from trainer.distributed.process_group import ProcessGroup
+from trainer.distributed.rendezvous import index_ranges
+from trainer.models.errors import PrepError
+
+MAX_CLOCK_DIFFERENCE_S = 5.0
+MAX_NAMED_FACTS = 5  # in an error
+
+
+def check_agreement(
+    group: ProcessGroup, facts: Mapping[str, str], *, hint: str, warn: Callable[[str], None] | None = None
+) -> None:
+    """Compare facts between all processes. Every process raises the same error if one differs.
+
+    The processes exchange digests; they exchange the facts themselves only if a digest differs.
+
+    Args:
+        group: Processes of the run.
+        facts: Values by name.
+        hint: Advice in the error.
+        warn: Receives a warning on process 0 about clocks that differ; None: clocks are not compared.
+
+    Raises:
+        PrepError: A fact differs between processes. The error names the facts, their values and the processes.
+    """
+    if group.count == 1:
+        return
+    text = json.dumps(dict(facts), sort_keys=True)
+    group.barrier("clock")
+    reports = group.gather("agreement", f"{hashlib.sha256(text.encode()).hexdigest()} {time.time()}")
+    if reports and warn is not None:
+        _warn_of_clocks([float(report.split()[1]) for report in reports], warn)
+    is_equal = len({report.split()[0] for report in reports}) == 1
+    if group.broadcast("agreement", str(is_equal)) == str(True):
+        return
+    texts = group.gather("facts", json.dumps({"host": socket.gethostname(), "facts": dict(facts)}))
+    what, why = json.loads(group.broadcast("facts", json.dumps(_describe_differences(texts) if texts else [])))
+    raise PrepError(what, why, hint)
+
+
+def _warn_of_clocks(times: list[float], warn: Callable[[str], None]) -> None:
+    """Warn if the clocks of two processes differ; they report their times at the same moment."""
+    first, last = times.index(min(times)), times.index(max(times))
+    difference_s = times[last] - times[first]
+    if difference_s > MAX_CLOCK_DIFFERENCE_S:
+        warn(f"the clock of process {last} is {difference_s:.0f} s ahead of that of process {first}")
+
+
+def _describe_differences(texts: list[str]) -> tuple[str, str]:
+    """Return what differs, and the values with their processes.
+
+    Args:
+        texts: Host and facts of each process, as JSON.
+    """
+    reports = [json.loads(text) for text in texts]
+    names = list(dict.fromkeys(name for report in reports for name in report["facts"]))
+    lines = {name: line for name in names if (line := _values_by_process(name, reports))}
+    shown = list(lines)[:MAX_NAMED_FACTS]
+    rest = f" and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    why = "\n".join(f"{name}: {lines[name]}" for name in shown)
+    return f"the processes differ in {', '.join(f'`{name}`' for name in shown)}{rest}", why
+
+
+def _values_by_process(name: str, reports: list[dict[str, dict[str, str]]]) -> str:
+    """Return the values of a fact with the processes that have each, the most frequent first; empty if all are equal.
+
+    A value names the host of its first process.
+    """
+    indices: dict[str, list[int]] = {}
+    for index, report in enumerate(reports):
+        indices.setdefault(report["facts"].get(name, "not set"), []).append(index)
+    if len(indices) == 1:
+        return ""
+    by_frequency = sorted(indices.items(), key=lambda item: -len(item[1]))
+    return "; ".join(
+        f"{value} in process{'es' if len(processes) > 1 else ''} {index_ranges(processes)} "
+        f"(host {reports[processes[0]]['host']})"
+        for value, processes in by_frequency
+    )
