@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import finish, free_port, start_processes
+from prepcli.launch.local import free_port
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
 from tests.prepcli.commands.test_train import make_training_folder
 

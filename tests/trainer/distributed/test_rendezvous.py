@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.helpers.processes import free_port
+from prepcli.launch.local import free_port
 from trainer.distributed.rendezvous import index_ranges, meet_processes
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress

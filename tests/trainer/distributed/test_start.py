@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import free_port
+from prepcli.launch.local import free_port
 from trainer.distributed.start import check_coordinator_host
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
