@@ -18,7 +18,13 @@ from trainer.training.step import StepSetup, state_shapes, train_step
 def jit_train_step(setup: StepSetup) -> Any:
     """Return the jitted training step; it donates the state, and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    return jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+    options = exact_compiler_options(setup) if setup.reduction_shards else None
+    step = partial(train_step, setup=setup)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
+
+
+def exact_compiler_options(setup: StepSetup) -> dict[str, Any]:
+    return {"xla_cpu_parallel_codegen_split_count": 1}
 
 
 def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:
