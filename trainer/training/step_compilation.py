@@ -24,7 +24,7 @@ def jit_train_step(setup: StepSetup) -> Any:
 
 
 def exact_compiler_options(setup: StepSetup) -> dict[str, Any]:
-    return {"xla_cpu_parallel_codegen_split_count": 1}
+    return {"xla_cpu_parallel_codegen_split_count": 1, "xla_disable_hlo_passes": "cse"}
 
 
 def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:
