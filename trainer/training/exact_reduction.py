@@ -26,6 +26,18 @@ from trainer.training.feed import TokenBatch
 REPLICATED = PartitionSpec()
 
 
+def compiler_options() -> dict[str, Any]:
+    """Return XLA options with which a function has equal results in the programs of all meshes.
+
+    XLA eliminates common subexpressions earlier on several devices than on one, after which it simplifies other
+    expressions. On CPUs, contraction of products and sums depends on the division of a program for compilation.
+    """
+    options: dict[str, Any] = {"xla_disable_hlo_passes": "cse"}
+    if jax.default_backend() == "cpu":
+        options["xla_cpu_parallel_codegen_split_count"] = 1
+    return options
+
+
 @dataclass(frozen=True, slots=True)
 class ExactReduction:
     """Sums over the logical shards of a batch.
@@ -40,7 +52,7 @@ class ExactReduction:
     sharding: ShardingContext
     leaves: Mapping[str, ParamLeaf]
 
-    def sum_loss(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
+    def sum_losses(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
         """Sum a function of parameters and rows, a tree of arrays, over all logical shards."""
 
         def sum_local(params: Tree, rows: TokenBatch) -> Any:
