@@ -69,8 +69,8 @@ def check_exact_kernel(kernel: str) -> None:
 def _check_options(recipe: Recipe) -> None:
     """Raise UsageError if another option of the recipe does not allow an exact reduction."""
     if recipe.model.offload != OFFLOAD_NONE:
-        what = f"`{KEY}` is exact, and `model.offload` {recipe.model.offload}"
-        raise usage_error(what, "exact reduction is not supported with offload", f"`--set model.offload=none` or {USE_FAST}")
+        what = f"`{KEY}` is exact, and `model.offload` is {recipe.model.offload}"
+        raise usage_error(what, "both together are not supported", f"`--set model.offload=none` or {USE_FAST}")
 
 
 def _check_mesh(mesh: Mesh, rules: Rules) -> None:
