@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from trainer.models.architecture import ArchConfig
 from trainer.models.errors import usage_error
 from trainer.models.mesh import Mesh, format_sizes
 from trainer.models.partition import num_batch_shards
@@ -59,10 +60,18 @@ def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) ->
     return shape.size // num_shards if num_shards else shape.micro_batch_size // num_replicas
 
 
-def check_exact_kernel(kernel: str) -> None:
-    """Raise UsageError if gradients of an attention kernel may differ between runs."""
+def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
+    """Check that results of a model and its attention kernel are known to be equal in every program.
+
+    Raises:
+        UsageError: They are not.
+    """
+    if arch_config.encoder is not None:
+        raise usage_error(
+            f"`{KEY}` is exact, and the model has an encoder", "both together are not supported", USE_FAST
+        )
     if kernel not in KERNELS:
-        why = f'`{KEY}` is exact, and gradients of {kernel} are not known to be equal in every program'
+        why = f"`{KEY}` is exact, and gradients of {kernel} are not known to be equal in every program"
         raise usage_error(f"`model.attention_kernel` is {kernel}", why, "`--set model.attention_kernel=blockwise`")
 
 

@@ -120,9 +120,7 @@ class ExactReduction:
         leaf = self.leaves[path]
         counts = [
             (math.gcd(extent, self.num_shards) if is_split else 1) * local // extent
-            for extent, local, is_split in zip(
-                leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf)
-            )
+            for extent, local, is_split in zip(leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf))
         ]
         sums = square_sums(_split_blocks(shard, counts), one=one).reshape(counts)
         for dim, axes in enumerate(dim_axes(spec, shard.ndim)):

@@ -183,9 +183,7 @@ def _value_and_grad(step: Array, setup: StepSetup) -> Callable[[Tree, TokenBatch
 
     def summed_loss(params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
         dropout = _dropout(rows, step, setup)
-        sums = transformer.loss_sums(
-            params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
-        )
+        sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
         return sums.loss, sums._asdict()
 
     return jax.value_and_grad(summed_loss, has_aux=True)

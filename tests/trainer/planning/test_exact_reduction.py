@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.runs import make_setup
 from tests.trainer.training.test_preflight import RECIPE
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.partition import num_batch_shards
 from trainer.models.rule_text import merge_rules
-from trainer.planning.exact_reduction import check_exact_kernel, reduction_shards
+from trainer.planning.exact_reduction import check_exact_model, reduction_shards
 from trainer.recipe import batch_shape, load_recipe
 
 EXACT = "train.reduction=exact"
@@ -102,6 +104,15 @@ def test_reduction_shards_rejects_axes_that_split_no_batch(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "pallas-splash"])
-def test_check_exact_kernel_rejects_kernels_of_accelerators(kernel: str):
+def test_check_exact_model_rejects_accelerator_kernels(kernel: str):
+    arch_config = make_setup().model.arch_config
+    check_exact_model(arch_config, "reference")
+    check_exact_model(arch_config, "blockwise")
     with pytest.raises(PrepError, match=f"`model.attention_kernel` is {kernel} - "):
-        check_exact_kernel(kernel)
+        check_exact_model(arch_config, kernel)
+
+
+def test_check_exact_model_rejects_encoders():
+    arch_config = make_setup().model.arch_config
+    with pytest.raises(PrepError, match="the model has an encoder"):
+        check_exact_model(replace(arch_config, encoder=arch_config), "reference")

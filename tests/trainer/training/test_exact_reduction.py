@@ -23,7 +23,7 @@ from trainer.training.step import StepSetup
 ONE_DEVICE = "1,1,1"
 MESHES = ("2,1,1", "4,1,1", "8,1,1", "1,2,1", "1,8,1", "2,4,1")
 TIMINGS = ("seconds", "tokens_per_s")
-BLOCKWISE = AttentionOptions("blockwise", 8, 8)
+REFERENCE, BLOCKWISE = AttentionOptions(), AttentionOptions("blockwise", 8, 8)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Variant:
     scan_layers: bool = True
     remat_policy: str = "none"
     dtype: str = "float32"
-    attention_options: AttentionOptions = AttentionOptions()
+    attention_options: AttentionOptions = REFERENCE
 
     def setup(self, mesh: str, accumulate: int = 1) -> StepSetup:
         """Return the setup of exact steps with 8 logical shards on some of the devices."""
