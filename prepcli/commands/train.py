@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from prepcli.commands.train_start import (
     damage_hint,
     resolve_init,
 )
+from prepcli.commands.train_together import run_together
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
@@ -113,7 +114,9 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         start_timeout_s=cluster.start_timeout,
         heartbeat_timeout_s=cluster.heartbeat_timeout,
     )
-    with catch_out_of_memory():
+    together = run_together(group, cluster, ui, has_saved_step=lambda: bool(saved_steps(folder)))
+    with together as enter_phase, catch_out_of_memory():
+        enter_phase("load")
         with (
             raise_on_signal(),
             note_durable_work(lambda: "" if request.dry_run else _kept_note(folder)),
@@ -145,7 +148,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
                 tensors = source.all_tensors if run.step else source.tensors
                 check_without_checksums(source, tensors, ui, hint=damage_hint(folder, run.start_checkpoint))
             state = _load_train_state(run, reader)
-        return _run_training(run, state, restart=request.restart, ui=ui)
+        return _run_training(run, state, restart=request.restart, ui=ui, enter_phase=enter_phase)
 
 
 def recipe_schema() -> Report:
@@ -330,7 +333,7 @@ def _load_train_state(run: _Run, reader: ItemReader) -> TrainState:
     return restore_state(reader, run.job.setup)
 
 
-def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Report:
+def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui, enter_phase: Callable[[str], None]) -> Report:
     """Train in the run's folder, which is locked meanwhile."""
     from trainer.training.loop import Loop
     from trainer.training.metrics import METRICS_FILE, MetricsWriter
@@ -347,7 +350,13 @@ def _run_training(run: _Run, state: TrainState, *, restart: bool, ui: Ui) -> Rep
         metrics = MetricsWriter(run.folder / metrics_file, run.step)
         with remember_signal() as stop_signal:
             result = Loop(
-                run.job, state, store=store, metrics=metrics, callbacks=reporter, poll_stop_reason=stop_signal
+                run.job,
+                state,
+                store=store,
+                metrics=metrics,
+                callbacks=reporter,
+                poll_stop_reason=stop_signal,
+                enter_phase=enter_phase,
             ).run()
     fields = _run_fields(run, result.step) | reporter.fields
     if result.stop_reason:

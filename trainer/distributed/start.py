@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.process_address import ProcessAddress
+
+JAX_TIMEOUT_FACTOR = 10  # JAX aborts without a message of ours: only if the watchdog has failed
 
 
 def start_processes(
@@ -17,7 +22,7 @@ def start_processes(
     Args:
         address: This process; None for a job of one process.
         start_timeout_s: Seconds to wait for the other processes.
-        heartbeat_timeout_s: Seconds without a heartbeat after which JAX counts a process as lost.
+        heartbeat_timeout_s: Seconds without a heartbeat after which the watchdog counts a process as lost.
 
     Returns:
         The group of processes.
@@ -25,13 +30,17 @@ def start_processes(
     if address is None or address.count == 1:
         return SingleProcess()
     devices = address.num_local_devices
-    jax.distributed.initialize(
-        address.coordinator,
-        num_processes=address.count,
-        process_id=address.index,
-        local_device_ids=None if devices is None else list(range(devices)),
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(start_timeout_s),
-        heartbeat_timeout_seconds=int(heartbeat_timeout_s),
-    )
-    return CoordinatedProcesses()
+    errors = RuntimeErrors()
+    jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM, and so does the caller
+    with errors.intercepted():
+        jax.distributed.initialize(
+            address.coordinator,
+            num_processes=address.count,
+            process_id=address.index,
+            local_device_ids=None if devices is None else list(range(devices)),
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(start_timeout_s),
+            heartbeat_timeout_seconds=math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR),
+            shutdown_timeout_seconds=math.ceil(heartbeat_timeout_s),
+        )
+    return CoordinatedProcesses(errors)

@@ -12,13 +12,14 @@ import jax
 
 from trainer.distributed.sharding import catch_out_of_memory
 from trainer.models.compiled_plan import CompiledPlan, read_collectives
-from trainer.training.step import StepSetup, state_shapes, train_step
+from trainer.training.step import StepSetup, state_shapes
+from trainer.training.stop import train_step_with_stop
 
 
 def jit_train_step(setup: StepSetup) -> Any:
     """Return the jitted training step; it donates the state, and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    return jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(partial(train_step_with_stop, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
 
 
 def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:
