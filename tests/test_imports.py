@@ -33,7 +33,16 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_report", "train_start")
+        for name in (
+            "env",
+            "train",
+            "generate",
+            "plan_compile",
+            "train_checks",
+            "train_report",
+            "train_start",
+            "train_together",
+        )
     ),
     "prepcli.api.compute",
     "prepcli.testing",

@@ -33,12 +33,9 @@ class StopSignals:
             sharding: Devices of the run.
         """
         self._poll, self._agreed = poll_stop_reason, ""
-        mesh = sharding.device_mesh
-        devices = [] if mesh is None else mesh.devices.flat
-        self._sharding = None
-        if mesh is not None and len({device.process_index for device in devices}) > 1:
-            self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-            self._shape = (mesh.size,)
+        self._sharding, self._shape = None, (sharding.num_devices,)
+        if sharding.device_mesh is not None and sharding.has_other_processes:
+            self._sharding = NamedSharding(sharding.device_mesh, PartitionSpec(sharding.device_mesh.axis_names))
 
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the entry of a batch as shapes; empty in one process."""
