@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,20 +113,17 @@ class Watchdog:
         """Set the phase of this process; all processes enter the same phases in the same order."""
         self._phase, self._num_phases = phase, self._num_phases + 1
 
-    def end_job(self, kind: JobEnd) -> None:
+    def end_job(self, end: JobEnd) -> None:
         """Tell the other processes why this one ends; return when they can read it.
 
         Process 0 returns when the others have read it, because they read through process 0.
         """
-        if self._closed.is_set() or self._decided.is_set():
-            return
-        try:
-            self.texts.publish(f"ended/{self.texts.index}", kind.to_json())
-        except ConnectionBrokenError:
-            return
-        self._wake.set()
-        if self.texts.index == 0:
-            self._decided.wait(LINGER_S + self.interval_s)
+        if not self._closed.is_set() and not self._decided.is_set():
+            with suppress(ConnectionBrokenError):
+                self.texts.publish(f"ended/{self.texts.index}", end.to_json())
+                self._wake.set()
+                if self.texts.index == 0:
+                    self._decided.wait(LINGER_S + self.interval_s)
         self.close()
 
     def wait_for_end(self) -> None:

@@ -52,6 +52,7 @@ def test_second_signal_ends_the_process_at_once() -> None:
     assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signal_in_a_destructor_is_raised_at_the_end() -> None:
     class Signals:
         def __del__(self) -> None:
@@ -64,6 +65,6 @@ def test_signal_in_a_destructor_is_raised_at_the_end() -> None:
             Signals()
             reached.append("the end of the block")
 
-    with pytest.warns(pytest.PytestUnraisableExceptionWarning), pytest.raises(Stopped):
+    with pytest.raises(Stopped):
         convert()
     assert reached == ["the end of the block"]

@@ -47,6 +47,7 @@ class Job:
     is_up: threading.Event = field(default_factory=threading.Event)
     ends: dict[int, JobEnd] = field(default_factory=dict[int, JobEnd])
     reported: dict[int, threading.Event] = field(default_factory=dict[int, threading.Event])
+    texts: dict[str, str] = field(default_factory=dict[str, str])
     dogs: list[Watchdog] = field(default_factory=list[Watchdog])
 
     def close(self) -> None:
@@ -55,7 +56,7 @@ class Job:
 
 
 def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: False) -> Job:
-    job, texts = Job(), dict[str, str]()
+    job = Job()
     job.is_up.set()
     for index in range(num_started):
         job.reported[index] = threading.Event()
@@ -65,7 +66,7 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
             job.reported[index].set()
 
         settings = WatchSettings(TIMEOUT_S, 0.0, f"host-{index}")
-        job.dogs.append(Watchdog(Texts(index, texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
+        job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
     for dog in job.dogs:
         dog.start()
     return job
@@ -89,7 +90,7 @@ def test_watchdogs_quote_the_error_of_a_failed_process():
 def test_process_0_fails_after_the_others_have_read_it():
     job = start_job()
     job.dogs[0].end_job(JobEnd("failed", 0, "process 0 (host-0) failed", "no space left"))
-    assert {"seen/1", "seen/2"} <= set(job.dogs[0].texts.texts)  # type: ignore[attr-defined]
+    assert {"seen/1", "seen/2"} <= set(job.texts)
     assert all(job.reported[index].wait(WAIT_S) for index in (1, 2))
     job.close()
 
