@@ -36,7 +36,10 @@ COMPUTES = {  # modules that start jax, or list its devices
         f"prepcli.commands.{name}"
         for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_files", "train_folder")
     ),
-    *(f"prepcli.commands.train_{name}" for name in ("prepare", "processes", "report", "result", "run", "start")),
+    *(
+        f"prepcli.commands.train_{name}"
+        for name in ("prepare", "processes", "report", "result", "run", "start", "together")
+    ),
     "prepcli.api.compute",
     "prepcli.testing",
     *(

@@ -14,6 +14,7 @@ from prepcli.commands.conversion import CommonOptions, check_config_option, open
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
+from prepcli.commands.train_together import run_together
 from prepcli.console.formatting import format_duration
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
@@ -21,6 +22,7 @@ from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.source import Source, read_config
 from trainer.models.process_address import ProcessAddress, ProcessSettings, process_address
+from trainer.recipe.run_tables import Cluster
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -86,8 +88,10 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     if address is None or address.count == 1:
         return _generate(request, list(read_prompts(request.prompts_file)) if request.prompts_file else [], ui)
     with label_errors(address.index):
-        group = _start_processes(request, address, ui)
-        report = _generate(request, _read_prompts_in_group(request, group), ui.for_process(address.index))
+        group, process_ui = _start_processes(request, address, ui), ui.for_process(address.index)
+        with run_together(group, Cluster(), process_ui, has_saved_step=lambda: False) as enter_phase:
+            enter_phase("generate")
+            report = _generate(request, _read_prompts_in_group(request, group), process_ui)
     return replace(report, process=address.index)
 
 
@@ -98,7 +102,6 @@ def _start_processes(request: GenerateRequest, address: ProcessAddress, ui: Ui) 
         raise usage_error("`--mesh` is missing", why, "`--mesh fsdp:-1`")
     silence_jax(ui)
     from trainer.distributed.start import start_processes
-    from trainer.recipe.run_tables import Cluster
 
     defaults = Cluster()
     return start_processes(

@@ -18,11 +18,12 @@ from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
 from prepcli.commands.train_folder import check_run_folder
 from prepcli.commands.train_prepare import prepare_run
-from prepcli.commands.train_processes import compare_start, connect_processes
+from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_model_start, open_orbax_start
+from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
@@ -59,16 +60,21 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
 
-    group = connect_processes(loaded.recipe, _shared_options(request), ui)
+    group = connect_processes(loaded.recipe)
+    folder = request.out or RUNS_FOLDER / loaded.recipe.name
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
-    with label_errors(process), catch_out_of_memory():
-        return replace(_train_in_group(loaded, request, group, process_ui), process=process)
+    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(saved_steps(folder)))
+    with label_errors(process), together as enter_phase, catch_out_of_memory():
+        enter_phase("load")
+        compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
+        job = JobContext(group, process_ui, enter_phase)
+        return replace(_train_in_group(loaded, folder, request, job=job), process=process)
 
 
-def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessGroup, ui: Ui) -> Report:
+def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, job: JobContext) -> Report:
     """Prepare the run, load its state and train."""
-    folder = request.out or RUNS_FOLDER / loaded.recipe.name
+    group, ui = job.group, job.ui
     if group.index == 0:
         check_run_folder(folder)
     if group.count > 1 and not request.dry_run:
@@ -101,7 +107,7 @@ def _train_in_group(loaded: LoadedRecipe, request: TrainRequest, group: ProcessG
         if request.verify:
             start.check_remaining(folder, ui, has_state=bool(run.step))
         state = _load_train_state(run, start.reader)
-    return _run_training(run, state, restart=request.restart, ui=ui)
+    return _run_training(run, state, restart=request.restart, job=job)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
@@ -176,13 +182,13 @@ def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainStat
     return restore_state(reader, run.job.setup)
 
 
-def _run_training(run: Run, state: TrainState, *, restart: bool, ui: Ui) -> Report:
+def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
     """Train in the run's folder, which is locked meanwhile."""
     from trainer.training.loop import Loop
 
     sharding = run.job.setup.forward_config.sharding
-    reporter = TrainReporter(ui, run.job.steps, run.job.tokens_per_step)
-    with _open_store(run, str(sharding.mesh), ui) as store:
+    reporter = TrainReporter(job.ui, run.job.steps, run.job.tokens_per_step)
+    with _open_store(run, str(sharding.mesh), job.ui) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         if run.group.index == 0:
@@ -190,7 +196,13 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, ui: Ui) -> Repo
         metrics = open_metrics(run)
         with remember_signal() as stop_signal:
             result = Loop(
-                run.job, state, store=store, metrics=metrics, callbacks=reporter, poll_stop_reason=stop_signal
+                run.job,
+                state,
+                store=store,
+                metrics=metrics,
+                callbacks=reporter,
+                poll_stop_reason=stop_signal,
+                enter_phase=job.enter_phase,
             ).run()
     if result.stop_reason:
         return stopped_report(run, result, reporter.fields)

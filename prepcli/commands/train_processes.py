@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -26,29 +27,47 @@ START_HINT = "start every process with the same prep, recipe and options"
 FILES_HINT = "every process must read the same files, for example from a shared file system"
 
 
-def connect_processes(recipe: Recipe, options: Mapping[str, object], ui: Ui) -> ProcessGroup:
-    """Connect the processes of a run, and compare their versions, recipes and options.
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """The processes of a run, what this one prints to, and a function that sets its phase, such as `load`."""
+
+    group: ProcessGroup
+    ui: Ui
+    enter_phase: Callable[[str], None]
+
+
+def connect_processes(recipe: Recipe) -> ProcessGroup:
+    """Connect the processes of a run.
+
+    Raises:
+        PrepError: A process did not start in time.
+    """
+    from trainer.distributed.start import start_processes
+
+    cluster = recipe.cluster
+    return start_processes(
+        process_address(cluster.process_settings, os.environ),
+        start_timeout_s=cluster.start_timeout,
+        heartbeat_timeout_s=cluster.heartbeat_timeout,
+    )
+
+
+def compare_settings(group: ProcessGroup, recipe: Recipe, options: Mapping[str, object], ui: Ui) -> None:
+    """Compare the versions, recipes and options of all processes.
 
     Args:
+        group: Processes of the run.
         recipe: Recipe of this process.
         options: Options that all processes must share, by name.
         ui: Receives a warning about clocks that differ.
 
     Raises:
-        PrepError: A process did not start in time, or the processes differ.
+        PrepError: The processes differ.
     """
     from trainer.distributed.agreement import check_agreement
-    from trainer.distributed.start import start_processes
 
-    cluster = recipe.cluster
-    group = start_processes(
-        process_address(cluster.process_settings, os.environ),
-        start_timeout_s=cluster.start_timeout,
-        heartbeat_timeout_s=cluster.heartbeat_timeout,
-    )
     facts = _versions() | _recipe_values(recipe) | {name: str(value) for name, value in options.items()}
     check_agreement(group, facts, hint=START_HINT, warn=ui.warn)
-    return group
 
 
 def compare_start(group: ProcessGroup, manifest: Mapping[str, Any], *, step: int, data_identity: str) -> None:

@@ -47,13 +47,20 @@ def notes_of(error: BaseException) -> list[str]:
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Raise Stopped in the main thread at the first signal; a second signal ends the process at once."""
+    """Raise Stopped in the main thread at the first signal; a second signal ends the process at once.
+
+    Python drops an exception that a handler raises inside a destructor. Stopped is then raised at the end of the block.
+    """
+    received: list[str] = []
 
     def stop(name: str) -> None:
+        received.append(name)
         raise Stopped(name)
 
     with _handle_first(STOP_SIGNALS, stop):
         yield
+    if received:
+        raise Stopped(received[0])
 
 
 @contextmanager

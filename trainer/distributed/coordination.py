@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax._src import distributed
 
+from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.errors import PrepError
 
 KEY_PREFIX = "prep"
 WAIT_MS = 24 * 60 * 60 * 1000  # longer than any wait for a live process
+
+
+class ConnectionBrokenError(PrepError):
+    """The coordination service does not answer, or reports a lost process."""
 
 
 class CoordinatedProcesses:
@@ -20,9 +30,12 @@ class CoordinatedProcesses:
     Attributes:
         index: Index of this process.
         count: Number of processes.
+        errors: Fatal errors of the runtime.
+        is_owner: Whether prep connected the processes, and not the program that calls it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, errors: RuntimeErrors | None = None) -> None:
+        self.errors, self.is_owner = errors or RuntimeErrors(), errors is not None
         state: Any = distributed.global_state
         self.index: int = state.process_id
         self.count: int = state.num_processes
@@ -34,32 +47,73 @@ class CoordinatedProcesses:
     def barrier(self, name: str) -> None:
         """Wait until all processes have called it; raise PrepError if one of them is lost."""
         key = self._next_key("barrier", name)
-        try:
+        with _raise_broken(name):
             self._client.wait_at_barrier(key, WAIT_MS)
-        except jax.errors.JaxRuntimeError as error:
-            raise _lost_error(name, error) from error
 
     def gather(self, name: str, text: str) -> list[str]:
         """Return the texts of all processes, by index, on process 0; an empty list on all others."""
         key = self._next_key("gather", name)
-        try:
+        with _raise_broken(name):
             self._client.key_value_set(f"{key}/{self.index}", text)
             if self.index:
                 return []
             return [self._client.blocking_key_value_get(f"{key}/{index}", WAIT_MS) for index in range(self.count)]
-        except jax.errors.JaxRuntimeError as error:
-            raise _lost_error(name, error) from error
 
     def broadcast(self, name: str, text: str) -> str:
         """Return the text of process 0 on all processes."""
         key = self._next_key("broadcast", name)
-        try:
+        with _raise_broken(name):
             if self.index == 0:
                 self._client.key_value_set(key, text)
                 return text
             return self._client.blocking_key_value_get(key, WAIT_MS)
-        except jax.errors.JaxRuntimeError as error:
-            raise _lost_error(name, error) from error
+
+    def publish(self, key: str, text: str) -> None:
+        """Store a text for all processes, in place of an earlier one.
+
+        Raises:
+            ConnectionBrokenError: Process 0 does not answer.
+        """
+        with _raise_broken(key):
+            self._client.key_value_set(f"{self._prefix}/{key}", text, allow_overwrite=True)
+
+    def read(self, key: str) -> str | None:
+        """Return the published text of a key; None if there is none.
+
+        Raises:
+            ConnectionBrokenError: Process 0 does not answer.
+        """
+        with _raise_broken(key):
+            try:
+                return self._client.key_value_try_get(f"{self._prefix}/{key}")
+            except jax.errors.JaxRuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    return None
+                raise
+
+    def read_by_index(self, key: str) -> dict[int, str]:
+        """Return the texts that processes published as `KEY/INDEX`, by index.
+
+        Raises:
+            ConnectionBrokenError: Process 0 does not answer.
+        """
+        with _raise_broken(key):
+            texts: list[tuple[str, str]] = self._client.key_value_dir_get(f"{self._prefix}/{key}/")
+        return {int(name.rpartition("/")[2]): text for name, text in texts}
+
+    def disconnect(self) -> None:
+        """Disconnect from the other processes, which do the same; wait until all have."""
+        jax.distributed.shutdown()
+
+    def exit_without_disconnecting(self, code: int) -> None:
+        """Make the interpreter exit with a code before JAX's exit handlers, which wait for the other processes."""
+
+        def exit_now() -> None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+        atexit.register(exit_now)  # runs before handlers that were registered earlier
 
     def _next_key(self, kind: str, name: str) -> str:
         """Return a key that no earlier call has used."""
@@ -68,5 +122,13 @@ class CoordinatedProcesses:
         return f"{key}/{self._calls[key]}"
 
 
-def _lost_error(name: str, error: Exception) -> PrepError:
-    return PrepError(f"the processes lost each other at {name!r}", str(error).partition("\n")[0])
+@contextmanager
+def _raise_broken(name: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise _lost_error(name, error) from error
+
+
+def _lost_error(name: str, error: Exception) -> ConnectionBrokenError:
+    return ConnectionBrokenError(f"the processes lost each other at {name!r}", str(error).partition("\n")[0])

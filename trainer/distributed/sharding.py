@@ -143,6 +143,12 @@ class ShardingContext:
         return 1 if self.mesh is None else self.mesh.n_devices
 
     @property
+    def has_other_processes(self) -> bool:
+        """Whether the mesh has devices of several processes."""
+        devices = [] if self.device_mesh is None else self.device_mesh.devices.flat
+        return len({device.process_index for device in devices}) > 1
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of shards of a batch along its rows."""
         return num_batch_shards(self.mesh, self.rules)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -12,11 +13,13 @@ from jax._src import cloud_tpu_init
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.rendezvous import meet_processes
+from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.coordinator_address import is_loopback, split_host_port
 from trainer.models.errors import PrepError
 from trainer.models.launchers import TPU_HOST_VARIABLES
 from trainer.models.process_address import ProcessAddress
 
+JAX_TIMEOUT_FACTOR = 10  # JAX aborts without a message of ours: only if the watchdog has failed
 CONNECT_TIMEOUT_S = 60  # for jax to connect processes that have met
 ADDRESS_HINT = "`--set cluster.host0_address=ADDRESS` with an address that all hosts can reach"
 
@@ -31,7 +34,7 @@ def start_processes(
     Args:
         address: This process; None if neither settings nor variables describe it.
         start_timeout_s: Seconds to wait for the other processes.
-        heartbeat_timeout_s: Seconds without a heartbeat after which JAX counts a process as lost.
+        heartbeat_timeout_s: Seconds without a heartbeat after which the watchdog counts a process as lost.
 
     Returns:
         The group of processes.
@@ -43,28 +46,39 @@ def start_processes(
         return _connected_group(address)
     if address is None and not _describes_tpu_pod(os.environ):
         return SingleProcess()
-    timeouts = {"heartbeat_timeout_seconds": max(int(heartbeat_timeout_s), 1)}
+    if address is not None and address.count == 1:
+        return SingleProcess()
+    errors = RuntimeErrors()
+    jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM, and so does the caller
     try:
-        if address is None:
-            jax.distributed.initialize(**timeouts, initialization_timeout=max(int(start_timeout_s), 1))
-        elif address.count == 1:
-            return SingleProcess()
-        else:
-            check_coordinator_host(address)
-            meet_processes(address, start_timeout_s)
-            jax.distributed.initialize(
-                address.coordinator,
-                num_processes=address.count,
-                process_id=address.index,
-                local_device_ids=address.local_device_ids,
-                cluster_detection_method="deactivate",
-                initialization_timeout=CONNECT_TIMEOUT_S,
-                **timeouts,
-            )
+        with errors.intercepted():
+            _initialize(address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     except (RuntimeError, ValueError, OSError) as error:
         raise _start_error(address, error) from error
-    group = CoordinatedProcesses()
+    group = CoordinatedProcesses(errors)
     return group if group.count > 1 else SingleProcess()
+
+
+def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float) -> None:
+    """Initialize `jax.distributed`; on a TPU pod without an address, JAX finds the processes itself."""
+    timeouts = {
+        "heartbeat_timeout_seconds": math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR),
+        "shutdown_timeout_seconds": math.ceil(heartbeat_timeout_s),
+    }
+    if address is None:
+        jax.distributed.initialize(**timeouts, initialization_timeout=math.ceil(start_timeout_s))
+        return
+    check_coordinator_host(address)
+    meet_processes(address, start_timeout_s)
+    jax.distributed.initialize(
+        address.coordinator,
+        num_processes=address.count,
+        process_id=address.index,
+        local_device_ids=address.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=CONNECT_TIMEOUT_S,
+        **timeouts,
+    )
 
 
 def check_coordinator_host(address: ProcessAddress) -> None:

@@ -22,6 +22,7 @@ from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsLog, StepTimer
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
+from trainer.training.stop import StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 METRICS_LAG = 2
@@ -123,6 +124,7 @@ class Loop:
         metrics: MetricsLog,
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
+        enter_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a loop that starts at the step of `state`.
 
@@ -132,11 +134,13 @@ class Loop:
             store: Receives the checkpoints.
             metrics: Receives the log lines.
             callbacks: Receives progress reports.
-            poll_stop_reason: Called before every step; a non-empty reason stops the run.
+            poll_stop_reason: Called before every step; a non-empty reason stops the run, in all processes.
+            enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
         """
         self.job, self.state = job, state
         self.store, self.metrics, self.callbacks = store, metrics, callbacks
-        self.poll_stop_reason = poll_stop_reason
+        self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
+        self.enter_phase = enter_phase
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
@@ -157,8 +161,9 @@ class Loop:
         self.timer.resume()
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
+            self.enter_phase(f"step {self.step + 1}")
             batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
-            self.state, metrics = compiled_step(self.state, batch)
+            self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(METRICS_LAG)
@@ -174,16 +179,18 @@ class Loop:
     def _stop_reason(self) -> str:
         if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
             return f"--stop-after {self.job.stop_after}"
-        return self.poll_stop_reason()
+        return self.stop_signals.reason()
 
     def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
         """Compile the training step for the state's shardings; the state is donated."""
+        self.enter_phase("compile")
         setup = self.job.setup
         start_s = self.timer.clock()
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state
         )
         batch = batch_shapes(self.job.train, self.job.order.batch_size, setup.sharding)
+        batch |= self.stop_signals.batch_shapes()
         compiled = jit_train_step(setup).lower(shapes, batch).compile()
         self.callbacks.on_compile(self.timer.clock() - start_s)
         return compiled
@@ -206,6 +213,7 @@ class Loop:
         while len(self.pending_metrics) > lag:
             step, metrics = self.pending_metrics.popleft()
             consecutive_skips = int(metrics["in_row"])  # blocks until the step is done
+            self.stop_signals.read(metrics)
             self.timer.count_step()
             if step % job.log_every == 0 or step in (1, job.steps):
                 self._log_step(step, metrics)
@@ -235,6 +243,7 @@ class Loop:
         job, dataset = self.job, self.job.evaluation
         if dataset is None:
             return
+        self.enter_phase(f"evaluate {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
         result = evaluate(
@@ -260,6 +269,7 @@ class Loop:
         """Begin to save this step unless it is saved already; raise PrepError if the state is not finite."""
         if self.last_saved_step == self.step:
             return
+        self.enter_phase(f"save {self.step}")
         self._drain_metrics(0)
         self.timer.pause()
         self._wait_for_save()

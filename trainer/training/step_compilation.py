@@ -13,14 +13,15 @@ import jax
 from trainer.distributed.sharding import catch_out_of_memory
 from trainer.models.compiled_plan import CompiledPlan, read_collectives
 from trainer.training.exact_reduction import compiler_options
-from trainer.training.step import StepSetup, state_shapes, train_step
+from trainer.training.step import StepSetup, state_shapes
+from trainer.training.stop import train_step_with_stop
 
 
 def jit_train_step(setup: StepSetup) -> Any:
     """Return the jitted training step; it donates the state, and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     options = compiler_options() if setup.reduction_shards else None
-    step = partial(train_step, setup=setup)
+    step = partial(train_step_with_stop, setup=setup)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 

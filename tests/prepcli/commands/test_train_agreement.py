@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prepcli.commands.recipes import recipes_folder
-from prepcli.commands.train_processes import compare_start, connect_processes
+from prepcli.commands.train_processes import compare_settings, compare_start, connect_processes
 from prepcli.console.ui import open_ui
 from trainer.distributed import agreement, start
 from trainer.distributed.process_group import SingleProcess
@@ -33,11 +33,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return all_facts
 
 
-def test_connect_processes_compares_versions_and_recipe(compared: dict[str, str]):
+def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str]):
     path = recipes_folder() / "gpt-neo-1.3b.toml"
     settings = ("cluster.n_processes=2", "cluster.process_id=1", "cluster.host0_address=10.0.0.1", "optimizer.lr=0.5")
     recipe = load_recipe(path, settings).recipe
-    connect_processes(recipe, {"--restart": True}, open_ui("train", as_json=False, quiet=True, verbose=0))
+    group, ui = connect_processes(recipe), open_ui("train", as_json=False, quiet=True, verbose=0)
+    compare_settings(group, recipe, {"--restart": True}, ui)
     assert {"python", "prepcli", "jax", "jaxlib", "seed", "train.steps"} <= compared.keys()
     assert compared["optimizer.lr"] == "0.5"
     assert compared["--restart"] == "True"

@@ -50,3 +50,21 @@ def test_signal_handlers_are_restored() -> None:
 def test_second_signal_ends_the_process_at_once() -> None:
     process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
     assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signal_in_a_destructor_is_raised_at_the_end() -> None:
+    class Signals:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    reached = []
+
+    def convert() -> None:
+        with raise_on_signal():
+            Signals()
+            reached.append("the end of the block")
+
+    with pytest.raises(Stopped):
+        convert()
+    assert reached == ["the end of the block"]

@@ -1,0 +1,119 @@
+"""The end of a run in several processes: together, after an error, a signal, a lost process, or the last step."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from prepcli.console.ui import Report, Ui, as_prep_error
+from prepcli.errors import FAILED, INTERRUPTED, STOPPED, PrepError
+from prepcli.execution.signals import Interrupted, Stopped
+
+if TYPE_CHECKING:
+    from trainer.distributed.coordination import CoordinatedProcesses
+    from trainer.distributed.heartbeat import JobEnd
+    from trainer.distributed.process_group import ProcessGroup
+    from trainer.distributed.watchdog import Watchdog
+    from trainer.recipe.run_tables import Cluster
+
+INTERRUPT = "SIGINT"
+PRINT_S = 10.0  # a process that cannot print its error within this time ends without it
+RESTART_HINT = "start all processes again; the run resumes from its last saved step"
+
+
+@contextmanager
+def run_together(
+    group: ProcessGroup, cluster: Cluster, ui: Ui, *, has_saved_step: Callable[[], bool]
+) -> Iterator[Callable[[str], None]]:
+    """End this process with the other processes of its job, and wait for them at the end.
+
+    Args:
+        group: Processes of the job.
+        cluster: Deadlines of the job.
+        ui: Prints the error if another process ends the job.
+        has_saved_step: Returns whether the run can be resumed.
+
+    Yields:
+        A function that sets the phase of this process, such as `load` or `step 12`.
+
+    Raises:
+        PrepError: The connection to the other processes is broken.
+    """
+    from trainer.distributed.coordination import CoordinatedProcesses
+    from trainer.distributed.watchdog import Watchdog, WatchSettings
+
+    if not isinstance(group, CoordinatedProcesses):
+        yield lambda _: None
+        return
+    watchdog = Watchdog(
+        group,
+        WatchSettings(cluster.heartbeat_timeout, cluster.step_timeout, socket.gethostname()),
+        is_broken=group.errors.reported.is_set,
+        on_end=lambda end: _end_process(end, ui, has_saved_step),
+    )
+    watchdog.start()
+    try:
+        yield watchdog.enter
+        watchdog.enter("end")
+        group.barrier("end")
+    except BaseException as raised:
+        error = _wait_for_cause(raised, watchdog, has_saved_step)
+        _end_job(error, group, watchdog)
+        if error is raised:
+            raise
+        raise error from raised
+    watchdog.close()
+    if group.is_owner:
+        group.disconnect()
+
+
+def _wait_for_cause(error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool]) -> BaseException:
+    """Return the error of this process; for a broken connection, let the watchdog name the lost process first."""
+    from jax.errors import JaxRuntimeError
+
+    from trainer.distributed.coordination import ConnectionBrokenError
+
+    if not isinstance(error, JaxRuntimeError | ConnectionBrokenError):
+        return error
+    watchdog.wait_for_end()  # does not return if a process is lost
+    why = str(error).partition("\n")[0]
+    code = STOPPED if has_saved_step() else FAILED
+    return PrepError("the devices of the processes cannot exchange data", why, RESTART_HINT, code)
+
+
+def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchdog) -> None:
+    """Tell the other processes why this one ends, and make it end without them."""
+    from trainer.distributed.heartbeat import JobEnd
+
+    if isinstance(error, Stopped | Interrupted | KeyboardInterrupt):
+        reason = error.signal_name if isinstance(error, Stopped) else INTERRUPT
+        end = JobEnd("stopped", group.index, f"stopped by {reason} of process {group.index}", reason)
+        code = STOPPED if isinstance(error, Stopped) else INTERRUPTED
+    else:
+        reported = error if isinstance(error, PrepError) else as_prep_error(error)
+        why = " - ".join(text for text in (reported.what, reported.why) if text)
+        what = f"process {group.index} ({socket.gethostname()}) failed"
+        end, code = JobEnd("failed", group.index, what, why), reported.code
+    watchdog.end_job(end)
+    group.exit_without_disconnecting(code)
+
+
+def _end_process(end: JobEnd, ui: Ui, has_saved_step: Callable[[], bool]) -> NoReturn:
+    """Print why another process ended the job, and exit: the main thread may wait for it forever."""
+    timer = threading.Timer(PRINT_S, os._exit, (FAILED,))  # the file system or a full pipe may not respond
+    timer.daemon = True
+    timer.start()
+    os._exit(ui.finish(Report(error=_job_error(end, has_saved_step))))
+
+
+def _job_error(end: JobEnd, has_saved_step: Callable[[], bool]) -> PrepError:
+    """Return the error of a process that another one ended."""
+    if end.kind == "stopped":
+        return PrepError(end.what, "", RESTART_HINT, INTERRUPTED if end.why == INTERRUPT else STOPPED)
+    can_resume = has_saved_step()
+    hint = RESTART_HINT if can_resume else "start all processes again; no step is saved"
+    return PrepError(end.what, end.why, hint, STOPPED if can_resume else FAILED)

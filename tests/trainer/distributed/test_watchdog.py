@@ -1,0 +1,116 @@
+"""Watchdogs of several processes, as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainer.distributed.coordination import ConnectionBrokenError
+from trainer.distributed.heartbeat import JobEnd
+from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
+
+TIMEOUT_S = 1.0
+WAIT_S = 60.0
+
+
+@dataclass
+class Texts:
+    """Texts of a simulated coordination service; `is_up` is shared by all processes."""
+
+    index: int
+    texts: dict[str, str]
+    is_up: threading.Event
+    count: int = 3
+
+    def publish(self, key: str, text: str) -> None:
+        self._require_up(key)
+        self.texts[key] = text
+
+    def read(self, key: str) -> str | None:
+        self._require_up(key)
+        return self.texts.get(key)
+
+    def read_by_index(self, key: str) -> dict[int, str]:
+        self._require_up(key)
+        return {int(name.split("/")[1]): text for name, text in [*self.texts.items()] if name.startswith(f"{key}/")}
+
+    def _require_up(self, key: str) -> None:
+        if not self.is_up.is_set():
+            raise ConnectionBrokenError(f"no answer for {key}")
+
+
+@dataclass
+class Job:
+    """Watchdogs of a job, and the ends that they report."""
+
+    is_up: threading.Event = field(default_factory=threading.Event)
+    ends: dict[int, JobEnd] = field(default_factory=dict[int, JobEnd])
+    reported: dict[int, threading.Event] = field(default_factory=dict[int, threading.Event])
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    dogs: list[Watchdog] = field(default_factory=list[Watchdog])
+
+    def close(self) -> None:
+        for dog in self.dogs:
+            dog.close()
+
+
+def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: False) -> Job:
+    job = Job()
+    job.is_up.set()
+    for index in range(num_started):
+        job.reported[index] = threading.Event()
+
+        def on_end(end: JobEnd, index: int = index) -> None:
+            job.ends[index] = end
+            job.reported[index].set()
+
+        settings = WatchSettings(TIMEOUT_S, 0.0, f"host-{index}")
+        job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
+    for dog in job.dogs:
+        dog.start()
+    return job
+
+
+def test_watchdogs_of_all_processes_name_the_lost_one():
+    job = start_job(num_started=2)  # process 2 never starts
+    assert all(job.reported[index].wait(WAIT_S) for index in (0, 1))
+    job.close()
+    assert {end.what for end in job.ends.values()} == {"process 2 is lost"}
+
+
+def test_watchdogs_quote_the_error_of_a_failed_process():
+    job = start_job()
+    job.dogs[1].end_job(JobEnd("failed", 1, "process 1 (host-1) failed", "no space left"))
+    assert all(job.reported[index].wait(WAIT_S) for index in (0, 2))
+    job.close()
+    assert {index: end.why for index, end in job.ends.items()} == {0: "no space left", 2: "no space left"}
+
+
+def test_process_0_fails_after_the_others_have_read_it():
+    job = start_job()
+    job.dogs[0].end_job(JobEnd("failed", 0, "process 0 (host-0) failed", "no space left"))
+    assert {"seen/1", "seen/2"} <= set(job.texts)
+    assert all(job.reported[index].wait(WAIT_S) for index in (1, 2))
+    job.close()
+
+
+def test_watchdogs_name_process_0_without_its_answer():
+    job = start_job()
+    job.is_up.clear()
+    assert all(job.reported[index].wait(WAIT_S) for index in (1, 2))
+    job.close()
+    assert {end.what.partition(" (")[0] for end in job.ends.values()} == {"process 0"}
+
+
+def test_watchdogs_stay_silent_after_close():
+    job = start_job()
+    job.close()
+    job.is_up.clear()
+    assert not any(job.reported[index].wait(2 * TIMEOUT_S) for index in (0, 1, 2))
+
+
+def test_interval_fits_the_timeout_and_the_number_of_processes():
+    assert WatchSettings(60.0, 0.0, "host").interval_s(4) == INTERVAL_S
+    assert WatchSettings(5.0, 0.0, "host").interval_s(4) == 1.0
+    assert WatchSettings(60.0, 0.0, "host").interval_s(4096) > 8

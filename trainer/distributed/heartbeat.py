@@ -1,0 +1,160 @@
+"""Heartbeats of the processes of a job, and the decision that one of them is lost. Pure: no jax, clock or threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+STEP_PHASE = "step"
+MAX_NAMED = 4  # processes that a message names
+
+Kind = Literal["lost", "stuck", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Sign of life of a process.
+
+    Attributes:
+        count: Heartbeats of the process so far.
+        host: Name of its host.
+        phase: Its current work, such as `load`, `compile`, `step 12` or `save 12`.
+        num_phases: Phases that it has entered so far; equal on all processes at the same point of a run.
+    """
+
+    count: int
+    host: str
+    phase: str
+    num_phases: int
+
+    def to_json(self) -> str:
+        """Return the heartbeat as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Heartbeat:
+        """Return the heartbeat of a JSON text."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """The reason why all processes of a job end.
+
+    Attributes:
+        kind: `lost`: no heartbeat; `stuck`: no progress; `failed`: an error; `stopped`: a signal.
+        process: Index of the process.
+        what: One line that names the process.
+        why: Details, such as its error, its last phase, or the name of the signal.
+    """
+
+    kind: Kind
+    process: int
+    what: str
+    why: str
+
+    def to_json(self) -> str:
+        """Return the reason as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> JobEnd:
+        """Return the reason of a JSON text."""
+        return cls(**json.loads(text))
+
+
+def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEnd:
+    """Return the end of a job that lost a process.
+
+    Args:
+        process: Index of the process.
+        beat: Its last heartbeat; None if it sent none.
+        silent_s: Seconds since the last heartbeat; 0 if its connection broke.
+    """
+    silence = f"no heartbeat for {silent_s:.0f} s" if silent_s else "its connection broke"
+    phase = f"its last phase was `{beat.phase}`" if beat else "it sent no heartbeat"
+    return JobEnd("lost", process, f"{_name(process, beat)} is lost", f"{silence}; {phase}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Observed:
+    """A heartbeat, and the times of the first one with its count and with its phase."""
+
+    beat: Heartbeat | None
+    beat_s: float
+    phase_s: float
+
+
+class HeartbeatMonitor:
+    """Heartbeats of all processes, as process 0 observes them."""
+
+    def __init__(self, count: int, *, timeout_s: float, step_timeout_s: float, start_s: float) -> None:
+        """Create a monitor that has observed no heartbeat.
+
+        Args:
+            count: Number of processes.
+            timeout_s: Seconds without a heartbeat after which a process is lost.
+            step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
+            start_s: Time now.
+        """
+        self.timeout_s, self.step_timeout_s = timeout_s, step_timeout_s
+        self._observed = {index: _Observed(None, start_s, start_s) for index in range(count)}
+        self._checked_s = start_s
+
+    def check(self, beats: Mapping[int, Heartbeat], now_s: float) -> JobEnd | None:
+        """Return the end of the job if a process is lost or stuck.
+
+        Args:
+            beats: The last heartbeat of each process.
+            now_s: Time now.
+        """
+        pause_s = now_s - self._checked_s
+        if pause_s > self.timeout_s / 2:  # this process was suspended: it observed no heartbeats meanwhile
+            self._observed = {
+                index: replace(seen, beat_s=seen.beat_s + pause_s, phase_s=seen.phase_s + pause_s)
+                for index, seen in self._observed.items()
+            }
+        self._checked_s = now_s
+        self._observed |= {index: _observe(self._observed[index], beat, now_s) for index, beat in beats.items()}
+        return self._find_lost(now_s) or self._find_stuck(now_s)
+
+    def _find_lost(self, now_s: float) -> JobEnd | None:
+        index = min(self._observed, key=lambda index: self._observed[index].beat_s)
+        seen = self._observed[index]
+        silent_s = now_s - seen.beat_s
+        return lost_process(index, seen.beat, silent_s) if silent_s > self.timeout_s else None
+
+    def _find_stuck(self, now_s: float) -> JobEnd | None:
+        beats = {index: seen.beat for index, seen in self._observed.items() if seen.beat is not None}
+        overdue_s = max((self._step_s(seen, now_s) for seen in self._observed.values()), default=0.0)
+        if not self.step_timeout_s or overdue_s <= self.step_timeout_s or len(beats) < len(self._observed):
+            return None
+        slowest = min(beat.num_phases for beat in beats.values())
+        behind = [index for index, beat in beats.items() if beat.num_phases == slowest]
+        phase, first = beats[behind[0]].phase, behind[0]
+        if len(behind) == len(beats):
+            return JobEnd("stuck", first, f"`{phase}` is stuck", f"no process has finished it in {overdue_s:.0f} s")
+        names = ", ".join(_name(index, beats[index]) for index in behind[:MAX_NAMED])
+        names += f" and {len(behind) - MAX_NAMED} more" if len(behind) > MAX_NAMED else ""
+        furthest = max(beats.values(), key=lambda beat: beat.num_phases).phase
+        why = f"a step takes more than {self.step_timeout_s:g} s: it is in `{phase}`, others are in `{furthest}`"
+        return JobEnd("stuck", first, f"{names} is stuck", why)
+
+    @staticmethod
+    def _step_s(seen: _Observed, now_s: float) -> float:
+        """Return the seconds since a process began its step; 0 outside of steps."""
+        is_step = seen.beat is not None and seen.beat.phase.startswith(STEP_PHASE)
+        return now_s - seen.phase_s if is_step else 0.0
+
+
+def _observe(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
+    if seen.beat is not None and seen.beat.count == beat.count:
+        return seen
+    is_same_phase = seen.beat is not None and seen.beat.num_phases == beat.num_phases
+    return _Observed(beat, now_s, seen.phase_s if is_same_phase else now_s)
+
+
+def _name(process: int, beat: Heartbeat | None) -> str:
+    return f"process {process} ({beat.host})" if beat else f"process {process}"

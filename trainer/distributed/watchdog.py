@@ -1,0 +1,226 @@
+"""The watchdog of a job: it ends all processes together when one of them is lost, stuck, stopped or failed.
+
+Each process publishes its heartbeat. Process 0 reads all of them and publishes its decision; the others read only that.
+The threads run while the main thread loads, compiles or waits in a collective operation that cannot be interrupted.
+
+Keys: `heartbeat/INDEX`, `ended/INDEX` (a process that ends early, and why), `decision` (process 0's heartbeat, and
+the end of the job), `seen/INDEX` (a process that has read the end).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.distributed.coordination import ConnectionBrokenError
+from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, lost_process
+
+INTERVAL_S = 2.0
+BEATS_PER_TIMEOUT = 5
+PROCESSES_PER_S = 500  # heartbeats per second that process 0 receives at most
+TICK_S = 0.25  # between two looks at the clock
+GRACE_S = 2.0  # for the main thread to report an error or signal that it shares with the other processes
+BROKEN_S = 3.0  # without an answer of process 0 after its connection broke, until it is lost
+LINGER_S = 10.0  # process 0 waits at most so long until the others have read the end of the job
+
+
+class SharedTexts(Protocol):
+    """Texts that the processes of a job publish by key."""
+
+    index: int
+    count: int
+
+    def publish(self, key: str, text: str) -> None:
+        """Store a text for all processes, in place of an earlier one."""
+        ...
+
+    def read(self, key: str) -> str | None:
+        """Return the published text of a key; None if there is none."""
+        ...
+
+    def read_by_index(self, key: str) -> dict[int, str]:
+        """Return the texts that processes published as `KEY/INDEX`, by index."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """Deadlines of a job.
+
+    Attributes:
+        timeout_s: Seconds without a heartbeat after which a process is lost.
+        step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
+        host: Name of this host.
+    """
+
+    timeout_s: float
+    step_timeout_s: float
+    host: str
+
+    def interval_s(self, count: int) -> float:
+        """Return the seconds between two heartbeats of each of `count` processes."""
+        return min(max(INTERVAL_S, count / PROCESSES_PER_S), self.timeout_s / BEATS_PER_TIMEOUT)
+
+
+class Watchdog:
+    """Threads that send the heartbeats of this process and watch the others."""
+
+    def __init__(
+        self,
+        texts: SharedTexts,
+        settings: WatchSettings,
+        *,
+        is_broken: Callable[[], bool],
+        on_end: Callable[[JobEnd], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create a watchdog; `start` starts it.
+
+        Args:
+            texts: Texts that the processes share.
+            settings: Deadlines of the job.
+            is_broken: Returns whether the runtime reported that the connection to process 0 is broken.
+            on_end: Ends this process. A thread calls it when another process has ended the job.
+            clock: Returns the seconds of a monotonic clock.
+        """
+        self.texts, self.settings, self.is_broken, self.on_end, self.clock = texts, settings, is_broken, on_end, clock
+        self.interval_s = settings.interval_s(texts.count)
+        self.end: JobEnd | None = None
+        self._phase, self._num_phases, self._beats = "start", 0, 0
+        self._decision: Heartbeat | None = None  # process 0's last heartbeat
+        self._contact_s = clock()  # time of its arrival
+        self._lock = threading.Lock()
+        self._decided, self._closed, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._monitor = HeartbeatMonitor(
+            texts.count, timeout_s=settings.timeout_s, step_timeout_s=settings.step_timeout_s, start_s=clock()
+        )
+        self._threads = [
+            threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch_clock)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def enter(self, phase: str) -> None:
+        """Set the phase of this process; all processes enter the same phases in the same order."""
+        self._phase, self._num_phases = phase, self._num_phases + 1
+
+    def end_job(self, end: JobEnd) -> None:
+        """Tell the other processes why this one ends; return when they can read it.
+
+        Process 0 returns when the others have read it, because they read through process 0.
+        """
+        if not self._closed.is_set() and not self._decided.is_set():
+            with suppress(ConnectionBrokenError):
+                self.texts.publish(f"ended/{self.texts.index}", end.to_json())
+                self._wake.set()
+                if self.texts.index == 0:
+                    self._decided.wait(LINGER_S + self.interval_s)
+        self.close()
+
+    def wait_for_end(self) -> None:
+        """Wait until the watchdog ends this process; return if all other processes are alive.
+
+        For a broken connection between devices: it does not name the lost process, the heartbeats do.
+        """
+        self._closed.wait(self.settings.timeout_s + 2 * self.interval_s + GRACE_S)
+
+    def close(self) -> None:
+        """Stop watching: all processes have completed their work, or this one reports its own error."""
+        self._closed.set()
+        self._wake.set()
+
+    def _send_heartbeats(self) -> None:
+        while not self._closed.is_set():
+            try:
+                end = self._exchange()
+            except ConnectionBrokenError:
+                end = self._lost_process_0(0.0) if self.is_broken() else None
+            if end is not None:
+                self._finish(end)
+                return
+            self._wake.wait(TICK_S if self.is_broken() else self.interval_s)
+            self._wake.clear()
+
+    def _watch_clock(self) -> None:
+        """Notice a process 0 that does not answer; the other thread may wait for its answer."""
+        last_s, broken_s = self.clock(), math.inf
+        while not self._closed.wait(TICK_S) and not self._decided.is_set():
+            now_s = self.clock()
+            if now_s - last_s > self.settings.timeout_s / 2:  # this process was suspended
+                self._contact_s += now_s - last_s
+            last_s = now_s
+            if self.is_broken() and broken_s == math.inf:
+                broken_s = now_s
+                self._wake.set()
+            silent_s = now_s - self._contact_s
+            if self._contact_s < broken_s < now_s - BROKEN_S:
+                silent_s, is_lost = 0.0, True
+            else:
+                is_lost = silent_s > self.settings.timeout_s
+            if self.texts.index and is_lost:
+                self._finish(self._lost_process_0(silent_s))
+                return
+
+    def _exchange(self) -> JobEnd | None:
+        """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
+        self._beats += 1
+        beat = Heartbeat(self._beats, self.settings.host, self._phase, self._num_phases)
+        self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
+        return self._decide(beat) if self.texts.index == 0 else self._read_decision()
+
+    def _decide(self, beat: Heartbeat) -> JobEnd | None:
+        ended = self.texts.read_by_index("ended")
+        beats = {index: Heartbeat.from_json(text) for index, text in self.texts.read_by_index("heartbeat").items()}
+        end = JobEnd.from_json(ended[min(ended)]) if ended else self._monitor.check(beats, self.clock())
+        self.texts.publish("decision", json.dumps([beat.to_json(), end.to_json() if end else None]))
+        return end
+
+    def _read_decision(self) -> JobEnd | None:
+        text = self.texts.read("decision")
+        if text is None:
+            return None
+        beat_text, end_text = json.loads(text)
+        beat = Heartbeat.from_json(beat_text)
+        if self._decision is None or beat.count != self._decision.count:
+            self._decision, self._contact_s = beat, self.clock()
+        if end_text is None:
+            return None
+        self.texts.publish(f"seen/{self.texts.index}", "")
+        return JobEnd.from_json(end_text)
+
+    def _lost_process_0(self, silent_s: float) -> JobEnd:
+        return lost_process(0, self._decision, silent_s)
+
+    def _finish(self, end: JobEnd) -> None:
+        """End this process, once; process 0 first waits until the others have read the decision."""
+        with self._lock:
+            if self.end is not None:
+                return
+            self.end = end
+        if self.texts.index == 0:
+            self._wait_until_seen(end)
+        self._decided.set()
+        if end.process == self.texts.index and end.kind in ("failed", "stopped"):
+            return  # its main thread reports the error
+        if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
+            return  # the main thread reports an error of its own
+        if not self._closed.is_set():
+            self.on_end(end)
+
+    def _wait_until_seen(self, end: JobEnd) -> None:
+        """Wait until all processes that may be alive have read the decision."""
+        deadline_s = self.clock() + LINGER_S
+        while self.clock() < deadline_s:
+            done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
+            if len(done) >= self.texts.count:
+                return
+            time.sleep(TICK_S)
