@@ -43,10 +43,13 @@ def start_processes(
         return _connected_group(address)
     if address is None and not _describes_tpu_pod(os.environ):
         return SingleProcess()
-    timeouts = {"heartbeat_timeout_seconds": max(int(heartbeat_timeout_s), 1)}
+    heartbeat_timeout_seconds = max(int(heartbeat_timeout_s), 1)
     try:
         if address is None:
-            jax.distributed.initialize(**timeouts, initialization_timeout=max(int(start_timeout_s), 1))
+            jax.distributed.initialize(
+                initialization_timeout=max(int(start_timeout_s), 1),
+                heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            )
         elif address.count == 1:
             return SingleProcess()
         else:
@@ -59,7 +62,7 @@ def start_processes(
                 local_device_ids=address.local_device_ids,
                 cluster_detection_method="deactivate",
                 initialization_timeout=CONNECT_TIMEOUT_S,
-                **timeouts,
+                heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise _start_error(address, error) from error
