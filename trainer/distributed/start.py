@@ -61,12 +61,14 @@ def start_processes(
 
 def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float) -> None:
     """Initialize `jax.distributed`; on a TPU pod without an address, JAX finds the processes itself."""
-    timeouts = {
-        "heartbeat_timeout_seconds": math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR),
-        "shutdown_timeout_seconds": math.ceil(heartbeat_timeout_s),
-    }
+    heartbeat_timeout_seconds = math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR)
+    shutdown_timeout_seconds = math.ceil(heartbeat_timeout_s)
     if address is None:
-        jax.distributed.initialize(**timeouts, initialization_timeout=math.ceil(start_timeout_s))
+        jax.distributed.initialize(
+            initialization_timeout=math.ceil(start_timeout_s),
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=shutdown_timeout_seconds,
+        )
         return
     check_coordinator_host(address)
     meet_processes(address, start_timeout_s)
@@ -77,7 +79,8 @@ def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heart
         local_device_ids=address.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=CONNECT_TIMEOUT_S,
-        **timeouts,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
 
 
