@@ -228,7 +228,7 @@ def kill_in_save(work: Path, name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print the table."""
+    """Measure, and print a table per number of processes."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.save_blocking", description=(__doc__ or "").partition("\n")[0]
     )
@@ -248,11 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_checked(
             [sys.executable, "-m", "prepcli", "save-init", work / "model", "--mesh", MESH, "--out", work / "init", "-q"]
         )
-    rows = [row for count in options.processes.split(",") for row in measure_job(work, int(count), options.rounds)]
     header = ["processes", "system", "blocked s", "durable s", "steps", "extra MiB"]
-    print(format_table(rows, header, right_aligned=header[2:]))
+    for count in options.processes.split(","):
+        rows = measure_job(work, int(count), options.rounds)
+        print(format_table(rows, header, right_aligned=header[2:]), flush=True)
     for name in (PREP, ORBAX):
-        print(kill_in_save(work, name))
+        print(kill_in_save(work, name), flush=True)
     shutil.rmtree(work / "out")
 
 
