@@ -145,6 +145,7 @@ def train(
     restart: bool = False,
     stop_after: NonNegativeInt = 0,
     offline: bool = False,
+    stream: bool = False,
     verify: bool = True,
     force: bool = False,
     progress: Progress | None = None,
@@ -158,6 +159,7 @@ def train(
         restart: Delete the steps of an earlier run.
         stop_after: Stop after this many steps; 0: at the end of the recipe.
         offline: Use only the hub's cache.
+        stream: Read a hub model without a local copy.
         verify: Compare the checkpoint with its checksums while it is read.
         force: Start even if a step is estimated not to fit into memory.
         progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
@@ -177,6 +179,7 @@ def train(
         restart=restart,
         stop_after=stop_after,
         offline=offline,
+        stream=stream,
         verify=verify,
         force=force,
     )
