@@ -73,8 +73,12 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
             _run(["slurmd", "-N", node], variables)
         yield variables
     finally:
-        for pid_file in folder.glob("*.pid"):
-            os.kill(int(pid_file.read_text()), signal.SIGTERM)
+        pids = [int(pid_file.read_text()) for pid_file in folder.glob("*.pid")]
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
 
 
 def job_fields(job: str, variables: dict[str, str]) -> dict[str, str]:
