@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,10 +71,13 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         _run(["slurmctld", "-c"], variables)
         for node in NODES:
             _run(["slurmd", "-N", node], variables)
+        _wait_until(lambda: len([*folder.glob("*.pid")]) == 2 + len(NODES))
         yield variables
     finally:
-        for pid_file in folder.glob("*.pid"):
-            os.kill(int(pid_file.read_text()), signal.SIGTERM)
+        pids = [int(pid_file.read_text()) for pid_file in folder.glob("*.pid")]
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def job_fields(job: str, variables: dict[str, str]) -> dict[str, str]:
@@ -98,3 +101,9 @@ def _run(words: list[str], variables: dict[str, str]) -> str:
     done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout
+
+
+def _wait_until(is_done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not is_done() and time.monotonic() < deadline_s:
+        time.sleep(0.1)
