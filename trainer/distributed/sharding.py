@@ -21,11 +21,12 @@ from trainer.models.partition import (
     activation_spec,
     computed_spec,
     leaf_spec,
+    may_split_dims,
     num_batch_shards,
     num_sequence_shards,
     partition_spec,
 )
-from trainer.models.rules import DEFAULT_RULES, Rules, whole_if_indivisible
+from trainer.models.rules import DEFAULT_RULES, Rules, activation_rules, whole_if_indivisible
 
 UNSPLIT = ""  # in place of the logical dim of an activation: no rule splits it
 TRAINING_MEMORY_HINT = (
@@ -88,6 +89,11 @@ class ShardingContext:
         if self.mesh is None or stored is None:
             return None
         return computed_spec(leaf.dims, leaf.shape, stored=stored, mesh=self.mesh, rules=self.rules)
+
+    def may_split_over_batch_axes(self, leaf: ParamLeaf) -> list[bool]:
+        """Return for each dim of a parameter whether the rules split it, on any mesh, over axes that split a batch."""
+        axes = activation_rules(self.rules)["batch"][0]
+        return may_split_dims(leaf.path, leaf.dims, axes=axes, rules=self.rules)
 
     def replicated_sharding(self) -> NamedSharding | None:
         """Return the sharding of an array that every device holds completely; None without devices."""

@@ -120,6 +120,28 @@ def leaf_spec(
     return _assign_axes(split_dims, range(len(dims)), mesh, hint=hint)
 
 
+def may_split_dims(path: str, dims: LeafDims, *, axes: MeshAxes, rules: Rules) -> list[bool]:
+    """Return for each dim of a parameter whether the rules split it over one of some mesh axes on any mesh.
+
+    Args:
+        path: Dotted path of the parameter.
+        dims: Atoms of each dim.
+        axes: The mesh axes.
+        rules: Partition rules.
+
+    Raises:
+        UsageError: The parameter's rule is for another number of dims.
+    """
+    names = _dim_names(dims)
+    if rule := find_leaf_rule(rules, path):
+        choices = rule.choices_of_leaf(path, dims)
+    elif rules.by_size:
+        return [name not in STACKED_DIMS for name in names]
+    else:
+        choices = [rules.params.get(name, WHOLE) for name in names]
+    return [any({*choice} & {*axes} for choice in dim_choices) for dim_choices in choices]
+
+
 def _choices_by_size(dims: LeafDims, shape: Sequence[int], mesh: Mesh) -> list[AxisChoices]:
     """Return the choices of each dim: mp splits the largest dim that it divides, fsdp the largest other one.
 

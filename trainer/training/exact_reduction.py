@@ -1,0 +1,146 @@
+"""Gradients and loss sums that do not depend on the number of devices that split the batch.
+
+A batch is a fixed number of logical shards of equal shape. Each device computes its logical shards one after the other
+with full parameters, and all sums have the order of one binary tree (`trainer.distributed.tree_sum`). The norm of
+the gradients is the sum of blocks whose shapes depend on the parameters and the number of logical shards only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from trainer.distributed.sharding import ShardingContext, jax_partition_spec
+from trainer.distributed.tree_sum import call_in_loop, dim_axes, square_sums, sum_in_tree, sum_over_devices
+from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
+from trainer.training.feed import TokenBatch
+
+REPLICATED = PartitionSpec()
+
+
+def compiler_options() -> dict[str, Any]:
+    """Return XLA options with which a function has equal results in the programs of all meshes.
+
+    XLA eliminates common subexpressions earlier on several devices than on one, after which it simplifies other
+    expressions. On CPUs, contraction of products and sums depends on the division of a program for compilation.
+    """
+    options: dict[str, Any] = {"xla_disable_hlo_passes": "cse"}
+    if jax.default_backend() == "cpu":
+        options["xla_cpu_parallel_codegen_split_count"] = 1
+    return options
+
+
+@dataclass(frozen=True, slots=True)
+class ExactReduction:
+    """Sums over the logical shards of a batch.
+
+    Attributes:
+        num_shards: Logical shards of a batch, a power of two.
+        sharding: The device mesh; its axes, if larger than 1, split the batch.
+        leaves: Parameters by path.
+    """
+
+    num_shards: int
+    sharding: ShardingContext
+    leaves: Mapping[str, ParamLeaf]
+
+    def sum_losses(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
+        """Sum a function of parameters and rows, a tree of arrays, over all logical shards."""
+
+        def sum_local(params: Tree, rows: TokenBatch) -> Any:
+            sums = self._sum_device(function, params, rows)
+            return jax.tree.map(lambda x: sum_over_devices(x, REPLICATED, self._batch_axes), sums)
+
+        return self._map_devices(sum_local, REPLICATED)(params, batch)
+
+    def sum_gradients(
+        self, value_and_grad: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch
+    ) -> tuple[Tree, dict[str, Array], Array]:
+        """Sum gradients and loss sums over all logical shards.
+
+        Args:
+            value_and_grad: Computes ((loss, loss sums), gradients) of rows.
+            params: Float32 parameters.
+            batch: The rows of the step.
+
+        Returns:
+            Gradients with the shardings of their parameters, loss sums, and the norm of the gradients.
+        """
+        specs = {path: self._param_spec(leaf) for path, leaf in self.leaves.items()}
+
+        def sum_local(params: Tree, rows: TokenBatch) -> tuple[Tree, Any, Array]:
+            (_, sums), gradients = self._sum_device(value_and_grad, params, rows)
+            sums = jax.tree.map(lambda x: sum_over_devices(x, REPLICATED, self._batch_axes), sums)
+            leaves = {
+                path: sum_over_devices(gradient, specs[path], self._batch_axes)
+                for path, gradient in flatten_tree(gradients).items()
+            }
+            blocks = [self._block_sums(path, leaf, specs[path], one=_one(rows)) for path, leaf in leaves.items()]
+            return unflatten_tree(leaves), sums, call_in_loop(_norm_of_blocks, blocks, _one(rows))
+
+        out_specs = (unflatten_tree(specs), REPLICATED, REPLICATED)
+        return lax.optimization_barrier(self._map_devices(sum_local, out_specs)(params, batch))
+
+    @property
+    def _batch_axes(self) -> dict[str, int]:
+        """The mesh axes of a size above 1 that split the batch, outermost first."""
+        if self.sharding.device_mesh is None:
+            return {}
+        axes = self.sharding.activation_axes((self.num_shards,), "batch")[0]
+        return {axis: self.sharding.device_mesh.shape[axis] for axis in axes}
+
+    def _param_spec(self, leaf: ParamLeaf) -> PartitionSpec:
+        spec = self.sharding.param_spec(leaf)
+        return REPLICATED if spec is None else jax_partition_spec(spec)
+
+    def _map_devices(self, function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        """Map a function of full parameters and the rows of a device over the mesh."""
+        mesh = self.sharding.device_mesh
+        if mesh is None:
+            return function
+        in_specs = (REPLICATED, PartitionSpec(tuple(self._batch_axes)))
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _sum_device(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, rows: TokenBatch) -> Any:
+        """Sum a function over the logical shards of one device."""
+        num_local = self.num_shards // math.prod(self._batch_axes.values())
+        shards = jax.tree.map(lambda array: array.reshape(num_local, -1, *array.shape[1:]), dict(rows))
+        return sum_in_tree(partial(function, params), shards, one=_one(rows))
+
+    def _block_sums(self, path: str, shard: Array, spec: PartitionSpec, *, one: Array) -> Array:
+        """Compute the sums of squares of all blocks of a gradient."""
+        leaf = self.leaves[path]
+        counts = [
+            (math.gcd(extent, self.num_shards) if is_split else 1) * local // extent
+            for extent, local, is_split in zip(leaf.shape, shard.shape, self.sharding.may_split_over_batch_axes(leaf))
+        ]
+        sums = square_sums(_split_blocks(shard, counts), one=one).reshape(counts)
+        for dim, axes in enumerate(dim_axes(spec, shard.ndim)):
+            if axes:
+                sums = lax.all_gather(sums, axes, axis=dim, tiled=True)
+        return sums
+
+
+def _one(rows: TokenBatch) -> Array:
+    """Return 1, computed from token ids, which are not negative."""
+    return 1 + jnp.minimum(rows["tokens"][0, 0], 0)
+
+
+def _split_blocks(x: Array, counts: Sequence[int]) -> Array:
+    """Split an array into blocks, `counts` per dim, and return them as [blocks, elements of a block]."""
+    split = x.reshape([n for count, extent in zip(counts, x.shape) for n in (count, extent // count)])
+    order = (*range(0, split.ndim, 2), *range(1, split.ndim, 2))
+    return split.transpose(order).reshape(math.prod(counts), -1)
+
+
+def _norm_of_blocks(block_sums: Sequence[Array]) -> Array:
+    """Compute the norm of all gradients from the sums of squares of their blocks."""
+    return jnp.sqrt(jnp.stack([sums.sum() for sums in block_sums]).sum())
