@@ -38,6 +38,8 @@ class MemoryInputs:
         attention_tile: Queries and keys whose scores exist at the same time, -1 for all; None if scores are not tiled,
             `NO_SCORES` if they are never in memory.
         accumulate: Micro-batches of a step.
+        is_exact: Whether gradients are summed in an order that does not depend on the mesh; `accumulate` is then the
+            number of logical shards of a device.
         blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
             its backward pass, as XLA plans for CPUs.
     """
@@ -56,6 +58,7 @@ class MemoryInputs:
     ffn_chunk_size: int = -1
     attention_tile: tuple[int, int] | None = None
     accumulate: int = 1
+    is_exact: bool = False
     blocks_overlap: bool = True
 
     @property

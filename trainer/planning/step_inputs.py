@@ -27,6 +27,7 @@ from trainer.models.parameters import HFConfig
 from trainer.models.partition import num_batch_shards, num_sequence_shards
 from trainer.models.registry import family_of
 from trainer.models.rules import Rules
+from trainer.planning.exact_reduction import reduction_shards, rows_per_device
 from trainer.recipe import Recipe, batch_shape
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
@@ -82,7 +83,9 @@ def step_inputs(
     check_token_split(recipe, num_sequence_shards(mesh, rules))
     n_replicas = num_batch_shards(mesh, rules)
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
-    sizes = chunk_sizes(recipe, device, num_rows=shape.micro_batch_size // n_replicas)
+    num_shards = reduction_shards(recipe, shape, mesh=mesh, rules=rules)
+    num_rows = rows_per_device(shape, num_shards, num_replicas=n_replicas)
+    sizes = chunk_sizes(recipe, device, num_rows=num_rows)
     kernel, needs = recipe.model.attention_kernel, attention_needs(recipe, model, mesh, rules, dropout)
     if kernel != AUTO and device == ANY_ACCELERATOR:
         check_features(find_kernel(kernel), needs.features)
@@ -93,7 +96,7 @@ def step_inputs(
         leaves=model.leaves,
         mesh=mesh,
         rules=rules,
-        micro_batch_size=shape.micro_batch_size,
+        micro_batch_size=num_rows * n_replicas,
         seq_length=recipe.data.seq_length,
         source_length=recipe.data.source_length or 0,
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
@@ -102,7 +105,8 @@ def step_inputs(
         head_chunk_size=sizes.head,
         ffn_chunk_size=recipe.model.ffn_chunk_size,
         attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
-        accumulate=shape.accumulate,
+        accumulate=shape.size // (num_rows * n_replicas),
+        is_exact=num_shards > 0,
         blocks_overlap=widens_bfloat16,
     )
 

@@ -267,6 +267,13 @@ class Train(BaseModel):
         "results do not depend on the number of devices that split the batch",
         examples=["exact"],
     )
+    reduction_shards: PositiveInt | None = Field(
+        default=None,
+        description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of "
+        "dp x fsdp x `accumulate` on every mesh whose results should be equal; by default the largest up to 8",
+        examples=[16],
+        json_schema_extra=if_absent("a power of two up to 8"),
+    )
     max_skipped: PositiveInt = Field(
         default=10,
         description="consecutive steps with a loss or gradients that are not finite, after which the run ends",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
@@ -45,6 +47,23 @@ class EvaluationResult:
 def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
     """Return a function that computes the sums `loss`, `weight` and `correct` of a batch, compiled once per shape."""
     return jax.jit(lambda params, batch: transformer.loss_sums(params, batch, model, forward_config)._asdict())
+
+
+def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_shards: int) -> EvalStep:
+    """Return a function that computes the same sums over logical shards of a batch, in a fixed order.
+
+    Args:
+        model: The model.
+        forward_config: Execution options.
+        num_shards: Logical shards of a batch.
+    """
+    exact = ExactReduction(num_shards, forward_config.sharding, model.leaves)
+    on_device = replace(forward_config, sharding=ShardingContext())
+
+    def sum_losses(params: Tree, rows: TokenBatch) -> Mapping[str, Array]:
+        return transformer.loss_sums(params, rows, model, on_device)._asdict()
+
+    return jax.jit(partial(exact.sum_losses, sum_losses), compiler_options=compiler_options())
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore
 from trainer.models.errors import PrepError
 from trainer.training.checkpoint import gathered_leaves, host_leaves
-from trainer.training.evaluation import evaluate, jit_eval_step
+from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsWriter, StepTimer
 from trainer.training.step import StepSetup, TrainState
@@ -63,7 +63,9 @@ class Job:
 
     @property
     def eval_batch_size(self) -> int:
-        """Sequences of an evaluation batch, as many as in a training micro-batch."""
+        """Sequences of an evaluation batch: as many as in a training micro-batch, or a batch of logical shards."""
+        if self.setup.reduction_shards:
+            return self.order.batch_size
         return self.order.batch_size // self.setup.accumulate
 
     @property
@@ -139,7 +141,7 @@ class Loop:
         self.start_step = self.last_saved_step = self.step
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
         self.timer = StepTimer()
-        self.eval_step = jit_eval_step(job.setup.model, job.setup.forward_config)
+        self.eval_step = _jit_eval_step(job.setup)
 
     def run(self) -> RunResult:
         """Take the remaining steps, or stop early for a stop reason; save the last step in both cases.
@@ -278,6 +280,13 @@ class Loop:
         steps = self.store.steps()
         start = f" from step {steps[-1]}" if steps else ""
         return f"a new run{start}, with a lower `optimizer.lr` or more warm-up"
+
+
+def _jit_eval_step(setup: StepSetup) -> EvalStep:
+    """Return the evaluation step of a run, with sums in the order of its training step."""
+    if setup.reduction_shards:
+        return jit_exact_eval_step(setup.model, setup.forward_config, setup.reduction_shards)
+    return jit_eval_step(setup.model, setup.forward_config)
 
 
 def finite_or_none(value: float) -> float | None:

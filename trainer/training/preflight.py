@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.data import files, tokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.remat import OFFLOAD_NONE
+from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
 from trainer.training.loop import Job
@@ -16,9 +17,11 @@ MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 
 
 def check_batch(recipe: Recipe, sharding: ShardingContext) -> None:
-    """Raise UsageError if the batch of a recipe, or the tokens of its rows, do not divide among the devices."""
+    """Raise UsageError if the batch of a recipe, its logical shards, or its tokens do not divide among the devices."""
     assert sharding.mesh is not None
-    batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
+    mesh, n_replicas = sharding.mesh, sharding.data_parallel_size
+    shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
+    reduction_shards(recipe, shape, mesh=mesh, rules=sharding.rules)
     check_token_split(recipe, sharding.sequence_parallel_size)
 
 

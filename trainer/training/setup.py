@@ -26,6 +26,7 @@ from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
+from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
@@ -315,7 +316,10 @@ def build_step_setup(
     """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
-    num_rows = shape.micro_batch_size // sharding.data_parallel_size
+    num_shards = reduction_shards(recipe, shape, mesh=sharding.mesh, rules=sharding.rules)
+    if num_shards:
+        check_exact_model(model.arch_config, kernel)
+    num_rows = rows_per_device(shape, num_shards, num_replicas=sharding.data_parallel_size)
     sizes = chunk_sizes(recipe, device or device_kind(sharding), num_rows=num_rows)
     forward_config = ForwardConfig(
         dtype=recipe.model.dtype,
@@ -335,4 +339,5 @@ def build_step_setup(
         loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing),
         dropout=dropout,
         seed=recipe.seed,
+        reduction_shards=num_shards,
     )

@@ -5,8 +5,8 @@ Gradients are sums over all tokens of the batch, divided once by the summed toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
 from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
+from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch
 from trainer.training.optimizers.optimizer import Optimizer
 
@@ -42,6 +43,8 @@ class StepSetup:
         loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
         dropout: Rates of dropout and forgetful causal masking; evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
+        reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
+            in the order that is fastest on the mesh.
     """
 
     model: ModelSpec
@@ -51,6 +54,14 @@ class StepSetup:
     loss_terms: LossTerms = NO_LOSS_TERMS
     dropout: DropoutConfig = NO_DROPOUT
     seed: int = 0
+    reduction_shards: int = 0
+
+    @property
+    def exact_reduction(self) -> ExactReduction | None:
+        """The sums in a fixed order; None if they are in the fastest order."""
+        if not self.reduction_shards:
+            return None
+        return ExactReduction(self.reduction_shards, self.sharding, self.model.leaves)
 
     @property
     def sharding(self) -> ShardingContext:
@@ -123,9 +134,9 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     params = state["params"]
     if setup.dropout.is_active:
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
-    gradients, sums = _accumulate_gradients(params, batch, state["step"], setup)
+    gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup)
     weight = jnp.maximum(sums["weight"], 1e-9)
-    grad_norm = optax.tree.norm(gradients) / weight
+    grad_norm = (optax.tree.norm(gradients) if norm is None else norm) / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
     clip_norm = setup.optimizer.clip_norm
     scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
@@ -156,19 +167,36 @@ def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
 
 
+def _sum_gradients(
+    params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
+) -> tuple[Tree, dict[str, Array], Array | None]:
+    """Compute the float32 sums of gradients and of loss, weights and correct tokens.
+
+    An exact reduction also returns the norm of the gradients.
+    """
+    if (exact := setup.exact_reduction) is not None:
+        on_device = replace(setup, forward_config=replace(setup.forward_config, sharding=ShardingContext()))
+        return exact.sum_gradients(_value_and_grad(step, on_device), params, batch)
+    gradients, sums = _accumulate_gradients(params, batch, step, setup)
+    return gradients, sums, None
+
+
+def _value_and_grad(step: Array, setup: StepSetup) -> Callable[[Tree, TokenBatch], Any]:
+    """Return a function that computes ((loss, loss sums), gradients) of rows of a batch."""
+
+    def summed_loss(params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
+        dropout = _dropout(rows, step, setup)
+        sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
+        return sums.loss, sums._asdict()
+
+    return jax.value_and_grad(summed_loss, has_aux=True)
+
+
 def _accumulate_gradients(
     params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
 ) -> tuple[Tree, dict[str, Array]]:
-    """Compute the float32 sums of gradients and of loss, weights and correct tokens over all micro-batches."""
-
-    def summed_loss(params: Tree, micro_batch: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        dropout = _dropout(micro_batch, step, setup)
-        sums = transformer.loss_sums(
-            params, micro_batch, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
-        )
-        return sums.loss, sums._asdict()
-
-    value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
+    """Compute the sums over all micro-batches in the order that is fastest on the mesh."""
+    value_and_grad = _value_and_grad(step, setup)
     if setup.accumulate == 1:
         (_, sums), gradients = value_and_grad(params, batch)
         return _shard_like_params(gradients, setup), sums

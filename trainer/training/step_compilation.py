@@ -12,13 +12,16 @@ import jax
 
 from trainer.distributed.sharding import catch_out_of_memory
 from trainer.models.compiled_plan import CompiledPlan, read_collectives
+from trainer.training.exact_reduction import compiler_options
 from trainer.training.step import StepSetup, state_shapes, train_step
 
 
 def jit_train_step(setup: StepSetup) -> Any:
     """Return the jitted training step; it donates the state, and keeps its shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
-    return jax.jit(partial(train_step, setup=setup), donate_argnums=0, out_shardings=(shardings, None))
+    options = compiler_options() if setup.reduction_shards else None
+    step = partial(train_step, setup=setup)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
 def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:

@@ -18,7 +18,7 @@ DIGESTS = {  # SHA-256 of the complete recipes
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
-    "reduction",
+    *("reduction", "reduction_shards"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -92,6 +92,7 @@ epochs = 1.0
 log_every = 10                                  # default
 eval_every = 1000
 reduction = "fast"                              # default
+# reduction_shards: a power of two up to 8      # default
 max_skipped = 10                                # default
 
 [eval]

@@ -1,0 +1,115 @@
+"""Runs with exact reduction end in equal bytes on every mesh that splits the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import runs
+from tests.helpers.slow_cases import slow_except
+from trainer.distributed.sharding import make_sharding_context
+from trainer.models.mesh import parse_mesh
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.training.loop import Loop
+from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.step import StepSetup
+
+ONE_DEVICE = "1,1,1"
+MESHES = ("2,1,1", "4,1,1", "8,1,1", "1,2,1", "1,8,1", "2,4,1")
+TIMINGS = ("seconds", "tokens_per_s")
+REFERENCE, BLOCKWISE = AttentionOptions(), AttentionOptions("blockwise", 8, 8)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and its options."""
+
+    family: str
+    dropout: bool = False
+    scan_layers: bool = True
+    remat_policy: str = "none"
+    dtype: str = "float32"
+    attention_options: AttentionOptions = REFERENCE
+
+    def setup(self, mesh: str, accumulate: int = 1) -> StepSetup:
+        """Return the setup of exact steps with 8 logical shards on some of the devices."""
+        options = {name: getattr(self, name) for name in ("scan_layers", "remat_policy", "dtype", "attention_options")}
+        dropout = runs.DROPOUT if self.dropout else runs.NO_DROPOUT
+        setup = runs.make_setup(runs.CONFIGS[self.family], accumulate=accumulate, dropout=dropout, **options)
+        parsed = parse_mesh(mesh)
+        sharding = make_sharding_context(parsed, devices=jax.devices()[: parsed.n_devices])
+        forward_config = replace(setup.forward_config, sharding=sharding)
+        return replace(setup, forward_config=forward_config, reduction_shards=8)
+
+
+VARIANTS = (
+    Variant("llama"),
+    Variant("llama", dropout=True, scan_layers=False, remat_policy="dots_saveable"),
+    Variant("llama", remat_policy="nothing_saveable", dtype="bfloat16", attention_options=BLOCKWISE),
+    Variant("gpt_neo", dropout=True, remat_policy="nothing_saveable"),
+    Variant("gpt_neo", scan_layers=False),
+)
+FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"))
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The state of a run after its last step, and its log lines without timings."""
+
+    state: dict[str, bytes]
+    lines: list[dict[str, Any]]
+
+
+def run(setup: StepSetup, folder: Path) -> FinishedRun:
+    """Run ten steps of 16 sequences, with evaluations."""
+    state, callbacks = runs.make_state(setup), runs.RecordingCallbacks()
+    loop = Loop(
+        runs.make_job(setup, batch_size=16, steps=10, eval_every=5),
+        state,
+        store=runs.MemoryStore(),
+        metrics=MetricsWriter(folder / METRICS_FILE, 0),
+        callbacks=callbacks,
+        poll_stop_reason=runs.never_stop,
+    )
+    loop.run()
+    lines = [{key: line[key] for key in line if key not in TIMINGS} for line in callbacks.lines]
+    return FinishedRun(runs.state_bytes(loop.state), [*lines, *map(dict, callbacks.evaluations)])
+
+
+@lru_cache
+def one_device_run(variant: Variant, folder: Path) -> FinishedRun:
+    """Run a variant on one device."""
+    return run(variant.setup(ONE_DEVICE), folder)
+
+
+CASES = [(variant, mesh) for variant in VARIANTS for mesh in MESHES]
+
+
+@pytest.mark.parametrize(("variant", "mesh"), slow_except(CASES, FAST))
+def test_exact_runs_end_in_equal_bytes(
+    variant: Variant, mesh: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    expected = one_device_run(variant, tmp_path_factory.getbasetemp())
+    result = run(variant.setup(mesh), tmp_path)
+    assert result.lines == expected.lines
+    assert [name for name in result.state if result.state[name] != expected.state[name]] == []
+    assert result.lines[9]["loss"] < result.lines[0]["loss"] - 0.3
+    assert max(line["grad_norm"] for line in result.lines[:10]) > runs.ADAMW.clip_norm, "nothing is clipped"
+
+
+def test_exact_runs_do_not_depend_on_micro_batches(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    expected = one_device_run(VARIANTS[1], tmp_path_factory.getbasetemp())
+    assert run(VARIANTS[1].setup("1,2,1", accumulate=4), tmp_path) == expected
+
+
+def test_exact_step_equals_fast_step_up_to_rounding(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    expected = one_device_run(VARIANTS[1], tmp_path_factory.getbasetemp())
+    fast = run(replace(VARIANTS[1].setup("1,2,1"), reduction_shards=0), tmp_path)
+    losses, fast_losses = ([line["loss"] for line in result.lines[:10]] for result in (expected, fast))
+    np.testing.assert_allclose(losses, fast_losses, rtol=1e-4)

@@ -1,0 +1,100 @@
+"""The logical shards of `train.reduction = "exact"`: their number, and checks of what depends on it."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.models.architecture import ArchConfig
+from trainer.models.errors import usage_error
+from trainer.models.mesh import Mesh, format_sizes
+from trainer.models.partition import num_batch_shards
+from trainer.models.remat import OFFLOAD_NONE
+from trainer.models.rules import Rules, activation_rules
+from trainer.recipe import BatchShape, Recipe
+
+KEY, SHARDS_KEY = "train.reduction", "train.reduction_shards"
+DEFAULT_SHARDS = 8
+KERNELS = ("reference", "blockwise")  # that compute equal shapes with equal results in every program
+USE_FAST = f"`--set {KEY}=fast`"
+
+
+def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Rules) -> int:
+    """Return the number of logical shards of a batch; 0 if `train.reduction` is fast.
+
+    Args:
+        recipe: The recipe.
+        shape: The shape of its batches on the mesh.
+        mesh: The mesh without open axes.
+        rules: Partition rules.
+
+    Raises:
+        UsageError: The batch, the mesh or another option does not allow an exact reduction.
+    """
+    if recipe.train.reduction != "exact":
+        return 0
+    _check_options(recipe)
+    _check_mesh(mesh, rules)
+    num_shards = recipe.train.reduction_shards or math.gcd(shape.size, DEFAULT_SHARDS)
+    if not _is_power_of_two(num_shards) or shape.size % num_shards:
+        why = f"it has to be a power of two that divides the batch of {shape.size}"
+        raise usage_error(f"`{SHARDS_KEY}` is {num_shards}", why, _shards_hint(math.gcd(shape.size, 1 << 31)))
+    num_computed = num_batch_shards(mesh, rules) * shape.accumulate
+    if num_shards % num_computed:
+        what = f"`{KEY}` is exact, and the batch has {num_shards} logical shards"
+        why = f"{num_batch_shards(mesh, rules)} replicas x `batch.accumulate` {shape.accumulate} = {num_computed}"
+        better = math.lcm(num_shards, num_computed)
+        is_possible = _is_power_of_two(better) and shape.size % better == 0
+        hint = _shards_hint(better) if is_possible else "a power of two of replicas x `batch.accumulate`"
+        raise usage_error(what, f"{why}, which does not divide them", hint)
+    return num_shards
+
+
+def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) -> int:
+    """Return the sequences that a device computes at the same time.
+
+    Args:
+        shape: The shape of a batch.
+        num_shards: Its logical shards; 0 if `train.reduction` is fast.
+        num_replicas: Devices that split a micro-batch.
+    """
+    return shape.size // num_shards if num_shards else shape.micro_batch_size // num_replicas
+
+
+def check_exact_model(arch_config: ArchConfig, kernel: str) -> None:
+    """Check that results of a model and its attention kernel are known to be equal in every program.
+
+    Raises:
+        UsageError: They are not.
+    """
+    if arch_config.encoder is not None:
+        raise usage_error(
+            f"`{KEY}` is exact, and the model has an encoder", "both together are not supported", USE_FAST
+        )
+    if kernel not in KERNELS:
+        why = f"`{KEY}` is exact, and gradients of {kernel} are not known to be equal in every program"
+        raise usage_error(f"`model.attention_kernel` is {kernel}", why, "`--set model.attention_kernel=blockwise`")
+
+
+def _check_options(recipe: Recipe) -> None:
+    """Raise UsageError if another option of the recipe does not allow an exact reduction."""
+    if recipe.model.offload != OFFLOAD_NONE:
+        what = f"`{KEY}` is exact, and `model.offload` is {recipe.model.offload}"
+        raise usage_error(what, "both together are not supported", f"`--set model.offload=none` or {USE_FAST}")
+
+
+def _check_mesh(mesh: Mesh, rules: Rules) -> None:
+    """Raise UsageError if a mesh axis splits anything but the batch."""
+    batch_axes = activation_rules(rules)["batch"][0]
+    others = tuple(axis for axis in mesh.names if axis not in batch_axes and mesh.size(axis) > 1)
+    if others:
+        what = f"`{KEY}` is exact, and the mesh has {format_sizes(mesh, others)}"
+        why = f"results are exact for {' and '.join(batch_axes)} only: other axes split sums that XLA orders"
+        raise usage_error(what, why, f"a mesh of {' and '.join(batch_axes)} only, or {USE_FAST}")
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _shards_hint(num_shards: int) -> str:
+    return f"`--set {SHARDS_KEY}={num_shards}`"
