@@ -87,7 +87,7 @@ def sum_over_devices(x: Array, spec: PartitionSpec, batch_axes: Mapping[str, int
     split_axes = [axis for axes in dim_axes(spec, x.ndim) for axis in (*axes, "")]  # "" for the rest of a dim
     shard_shape = [extent // _product(dim_sizes) for extent, dim_sizes in zip(x.shape, sizes)]
     x = x.reshape([extent for dim_sizes, rest in zip(sizes, shard_shape) for extent in (*dim_sizes, rest)])
-    for axis, size in reversed(batch_axes.items()):
+    for axis, size in reversed(list(batch_axes.items())):
         if axis in split_axes:
             x = _reduce_scatter(x, split_axes.index(axis), axis, size=size)
         else:

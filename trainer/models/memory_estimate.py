@@ -7,7 +7,9 @@ element in the dtype of the computation.
 At its peak a step needs
 
     state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter
-    gradients            their sum and the update, float32: 8 bytes per parameter
+    gradients            their sum and the update, float32: 8 bytes per parameter. With exact reduction also the unsplit
+                         sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp the gathered
+                         parameters, float32: 4 bytes per parameter of the whole model each
     batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
@@ -53,6 +55,7 @@ scores and MLP, and the input and norms of one block, take no memory of their ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -115,7 +118,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     return MemoryEstimate(
         parameters=FLOAT32 * num_parameters,
         moments=FLOAT32 * (STATE_COPIES - 1) * num_parameters,
-        gradients=FLOAT32 * GRADIENT_COPIES * num_parameters,
+        gradients=FLOAT32 * GRADIENT_COPIES * num_parameters + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),
@@ -123,6 +126,16 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         batch=_batch_nbytes(inputs),
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
+
+
+def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
+    """Return the bytes of unsplit gradients and gathered parameters of an exact reduction; 0 for a fast one."""
+    if not inputs.is_exact:
+        return 0
+    num_parameters = sum(math.prod(leaf.shape) for leaf in inputs.leaves.values())
+    is_split = num_parameters > sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    num_sums = inputs.accumulate.bit_length()  # log2(shards of the device) + 1
+    return FLOAT32 * num_parameters * (num_sums + is_split)
 
 
 def _batch_nbytes(inputs: MemoryInputs) -> int:

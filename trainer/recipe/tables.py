@@ -271,9 +271,9 @@ class Train(BaseModel):
     reduction_shards: PositiveInt | None = Field(
         default=None,
         description="logical shards of a batch that an exact reduction sums: a power of two, and a multiple of "
-        "dp x fsdp x `accumulate` on every mesh whose results should be equal",
+        "dp x fsdp x `accumulate` on every mesh whose results should be equal; by default the largest up to 8",
         examples=[16],
-        json_schema_extra=if_absent("the largest power of two up to 8 that divides the batch"),
+        json_schema_extra=if_absent("a power of two up to 8"),
     )
     max_skipped: PositiveInt = Field(
         default=10,

@@ -136,7 +136,7 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
     gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup)
     weight = jnp.maximum(sums["weight"], 1e-9)
-    grad_norm = norm / weight
+    grad_norm = (optax.tree.norm(gradients) if norm is None else norm) / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
     clip_norm = setup.optimizer.clip_norm
     scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
@@ -169,13 +169,16 @@ def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
 
 def _sum_gradients(
     params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
-) -> tuple[Tree, dict[str, Array], Array]:
-    """Compute the float32 sums of gradients and of loss, weights and correct tokens, and the norm of the gradients."""
+) -> tuple[Tree, dict[str, Array], Array | None]:
+    """Compute the float32 sums of gradients and of loss, weights and correct tokens.
+
+    An exact reduction also returns the norm of the gradients.
+    """
     if (exact := setup.exact_reduction) is not None:
         on_device = replace(setup, forward_config=replace(setup.forward_config, sharding=ShardingContext()))
         return exact.sum_gradients(_value_and_grad(step, on_device), params, batch)
     gradients, sums = _accumulate_gradients(params, batch, step, setup)
-    return gradients, sums, optax.tree.norm(gradients)
+    return gradients, sums, None
 
 
 def _value_and_grad(step: Array, setup: StepSetup) -> Callable[[Tree, TokenBatch], Any]:

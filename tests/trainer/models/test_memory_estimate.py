@@ -175,3 +175,12 @@ def test_every_family_has_an_estimate(name: str):
     inputs = make_inputs(name, {}, seq_length=16)
     memory = estimate_memory(replace(inputs, source_length=16 if inputs.arch_config.encoder else 0))
     assert min(memory.parameters, memory.saved, memory.layer, memory.head, memory.scores) > 0
+
+
+@pytest.mark.parametrize(("mesh", "num_copies"), [("8,1,1", 3), ("1,8,1", 4)])
+def test_exact_reduction_needs_unsplit_gradients(mesh: str, num_copies: int):
+    fast = make_inputs("llama", SMALL, mesh, micro_batch_size=8, seq_length=64, accumulate=4)
+    exact = estimate_memory(replace(fast, is_exact=True))
+    num_parameters = estimate_memory(replace(fast, mesh=None)).parameters // 4
+    assert exact.gradients - estimate_memory(fast).gradients == 4 * num_copies * num_parameters
+    assert exact.peak - estimate_memory(fast).peak == 4 * num_copies * num_parameters

@@ -92,7 +92,7 @@ epochs = 1.0
 log_every = 10                                  # default
 eval_every = 1000
 reduction = "fast"                              # default
-# reduction_shards: the largest power of two up to 8 that divides the batch # default
+# reduction_shards: a power of two up to 8      # default
 max_skipped = 10                                # default
 
 [eval]

@@ -54,6 +54,7 @@ VARIANTS = (
     Variant("llama", remat_policy="nothing_saveable", dtype="bfloat16", attention_options=BLOCKWISE),
     Variant("gpt_neo", dropout=True, remat_policy="nothing_saveable"),
     Variant("gpt_neo", scan_layers=False),
+    Variant("mixtral"),
 )
 FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"))
 
