@@ -20,7 +20,7 @@ from tests.helpers.processes import start_processes
 ROOT = Path(__file__).parents[2]
 MAX_S = 300.0
 SETTINGS = {
-    "mesh": '"1,2,2"',
+    "mesh": "1,2,2",
     "train.steps": "40",
     "train.eval_every": "10",
     "checkpoint.every": "10",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 CLIENT_FACTORY, CALLBACK = "get_distributed_runtime_client", "missed_heartbeat_callback"
 SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())

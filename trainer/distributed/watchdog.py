@@ -161,13 +161,9 @@ class Watchdog:
             if self.is_broken() and broken_s == math.inf:
                 broken_s = now_s
                 self._wake.set()
-            silent_s = now_s - self._contact_s
-            if self._contact_s < broken_s < now_s - BROKEN_S:
-                silent_s, is_lost = 0.0, True
-            else:
-                is_lost = silent_s > self.settings.timeout_s
-            if self.texts.index and is_lost:
-                self._finish(self._lost_process_0(silent_s))
+            silent_s, is_cut = now_s - self._contact_s, self._contact_s < broken_s < now_s - BROKEN_S
+            if self.texts.index and (is_cut or silent_s > self.settings.timeout_s):
+                self._finish(self._lost_process_0(0.0 if is_cut else silent_s))
                 return
 
     def _exchange(self) -> JobEnd | None:
