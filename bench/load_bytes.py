@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.restore import drop_page_cache, read_process_counter
-from tests.helpers.processes import free_port
+from prepcli.launch.local import free_port
 
 WORKER = "PREP_BENCH_PROCESS"
 

@@ -116,7 +116,7 @@ def measure_in_process() -> Rates:
 
 def measure_service(port: int) -> Rates:
     """Measure writes, reads, and a read of 4,096 values."""
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     service = _jax.get_distributed_runtime_service(f"[::]:{port}", 1)
     client = _jax.get_distributed_runtime_client(f"127.0.0.1:{port}", 0)

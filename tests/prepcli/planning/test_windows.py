@@ -30,11 +30,12 @@ def elements(copy: StridedCopy) -> list[tuple[int, int]]:
     """Return (tensor offset, file offset) of each byte of a copy."""
     moves = itertools.product(*(range(count) for count, _, _ in copy.dims), range(copy.width))
     strides_of = [*((tensor, file) for _, tensor, file in copy.dims), (1, 1)]
-    return [
-        tuple(sum(i * step[side] for i, step in zip(index, strides_of)) + start for side, start in enumerate(starts))
-        for starts in [(copy.tensor_offset, copy.file_offset)]
-        for index in moves
-    ]
+    starts = (copy.tensor_offset, copy.file_offset)
+
+    def offset(index: tuple[int, ...], side: int) -> int:
+        return starts[side] + sum(i * step[side] for i, step in zip(index, strides_of))
+
+    return [(offset(index, 0), offset(index, 1)) for index in moves]
 
 
 @st.composite
