@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from trainer.distributed.watchdog import WatchSettings
 from trainer.models.mesh import parse_mesh
 from trainer.models.presets import PRESETS
 from trainer.models.rules import DEFAULT_RULES
@@ -27,7 +28,7 @@ from trainer.planning.model_shapes import model_of_config
 GB = 10**9
 STATE_COPIES = 3  # parameters and two moments, float32
 HEARTBEAT_NBYTES = 150
-HEARTBEAT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 60.0
 CHUNK_ENTRY_NBYTES = 60  # of a chunk in the OCDBT manifest tree, before compression
 NUM_CALLS = 4000
 
@@ -84,8 +85,10 @@ def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Itera
     num_chunks = STATE_COPIES * split * sum(leaf.shape[0] if leaf.path.startswith("layers.") else 1 for leaf in leaves)
     yield f"{num_hosts:,} hosts, {num_devices:,} devices, {options.model}, state over", f"{split:,} devices"
     yield "start: processes that connect and are compared", f"{3 * num_hosts / rates.writes:.1f} s"
-    yield "heartbeats: calls at process 0", f"{2 * num_hosts / HEARTBEAT_S:,.0f}/s"
-    yield "  share of what the service answers here", f"{2 * num_hosts / HEARTBEAT_S / rates.writes:.0%}"
+    interval_s = WatchSettings(HEARTBEAT_TIMEOUT_S, 0.0, "").interval_s(num_hosts)
+    calls_per_s = 2 * num_hosts / interval_s  # each process writes its heartbeat and reads the decision of process 0
+    yield f"heartbeats: calls at process 0, every {interval_s:.0f} s", f"{calls_per_s:,.0f}/s"
+    yield "  share of what the service answers here", f"{calls_per_s / rates.writes:.0%}"
     yield "load: bytes from storage, each once", f"{param_nbytes / GB:,.1f} GB"
     yield "  seconds", f"{storage_s(options, param_nbytes, num_hosts):.1f} s"
     yield "  if every replica read its own copy", f"{num_devices // split * param_nbytes / GB:,.0f} GB"
