@@ -14,12 +14,13 @@ import importlib.util
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -68,7 +69,7 @@ class ForkedProcess:
         unfinished = [stream for stream in outputs if not stream.closed]
         while unfinished:
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select(unfinished, [], [], remaining)
+            ready = _wait_readable(unfinished, remaining)
             if not ready:
                 raise subprocess.TimeoutExpired("prep", timeout or 0)
             for stream in ready:
@@ -90,10 +91,18 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def _read_code(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+        if self.returncode is None and _wait_readable([self._status], timeout):
             self.returncode = int(self._status.recv(16))
             self._status.close()
         return self.returncode
+
+
+def _wait_readable(files: Sequence[Any], timeout: float | None) -> list[Any]:
+    """Return the files that can be read; `select.select` takes no descriptors of 1,024 and more."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout)]
 
 
 def start_python(

@@ -143,8 +143,8 @@ FILES = {
     ),
     "missing table": (
         GOOD.replace('[model]\npath = "m-init"\n', ""),
-        "x.toml: `model.path` is missing - it takes a path: an init checkpoint, a step of a run, or a Hugging Face"
-        ' folder - `path = "gpt-neo-1.3B-init"` in [model]',
+        "x.toml: `model.path` is missing - it takes a path: a checkpoint of any format: a path, a hub id, or a URL"
+        ' - `path = "gpt-neo-1.3B-init"` in [model]',
     ),
     "malformed mesh": (
         replaced('mesh = "1,2,4"', 'mesh = "1,64"'),
