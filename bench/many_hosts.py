@@ -99,8 +99,8 @@ def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Itera
     yield "  chunks", f"{num_chunks:,}"
     yield "  index of chunks, by process 0", f"{num_chunks * CHUNK_ENTRY_NBYTES / 1e6:,.0f} MB"
     tokens_nbytes = 4 * options.tokens
-    yield "data: check of the digests by one process", f"{tokens_nbytes / GB / options.store_gb_s:,.0f} s"
-    yield "  by every process", f"{storage_s(options, num_hosts * tokens_nbytes, num_hosts):,.0f} s"
+    yield "data: check of the digests by process 0", f"{tokens_nbytes / GB / options.store_gb_s:,.0f} s"
+    yield "  divided among the hosts", f"{storage_s(options, tokens_nbytes, num_hosts):,.0f} s"
 
 
 def storage_s(options: argparse.Namespace, nbytes: float, num_hosts: int) -> float:

@@ -95,7 +95,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
-    """Return tokens in the cache that another process made, after a check of their digests.
+    """Return tokens in the cache that another process made, or whose digests it checked.
 
     Args:
         config: Tokenizer and cache; the data files are not read.
@@ -103,10 +103,11 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
         note: Called with messages for the user.
 
     Raises:
-        PrepError: The tokens are missing, damaged, or do not fit the model.
+        PrepError: The tokens are missing or cut off, or do not fit the model.
     """
     folder = config.cache / identity
-    return _map_tokens(folder, store.read_meta(folder), config, load_tokenizer(config.tokenizer), note)
+    meta = store.read_meta(folder, checks_digests=False)
+    return _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
 
 
 def _map_tokens(

@@ -111,6 +111,19 @@ def test_flipped_bit_is_detected(tmp_path: Path, name: str):
         store.read_meta(folder)
 
 
+def test_digests_that_another_process_checked_are_not_checked_again(tmp_path: Path):
+    folder = tmp_path / NAME
+    store.build_store(folder, "uint16", fill)
+    meta = store.read_meta(folder)
+    data = bytearray((folder / "tokens.bin").read_bytes())
+    data[3] ^= 4
+    (folder / "tokens.bin").write_bytes(data)
+    assert store.read_meta(folder, checks_digests=False) == meta
+    (folder / "tokens.bin").write_bytes(data[:-1])
+    with pytest.raises(store.DamagedStoreError, match="bytes"):
+        store.read_meta(folder, checks_digests=False)
+
+
 def test_store_without_digests_is_read(tmp_path: Path):
     folder = tmp_path / NAME
     store.build_store(folder, "uint16", fill)

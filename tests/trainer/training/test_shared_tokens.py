@@ -75,10 +75,10 @@ def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path
         run_processes(2, tokenize_own_files)
 
 
-def test_open_tokens_checks_digests(config: TokenizeConfig):
+def test_open_tokens_checks_sizes(config: TokenizeConfig):
     run_processes(1, lambda process: tokenize(process, config))
     identity = open_identity(config)
     path = config.cache / identity / "tokens.bin"
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    with pytest.raises(DamagedStoreError, match="differs from the digest"):
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedStoreError, match=r"tokens\.bin has"):
         open_tokens(config, identity, note=print)
