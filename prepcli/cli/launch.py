@@ -53,7 +53,7 @@ class ScriptOptions:
     env: EnvOption = None
     setup: Annotated[
         list[str] | None,
-        typer.Option("--setup", metavar="LINE", help="Run a shell line before; repeatable.", show_default=False),
+        typer.Option("--setup", metavar="LINE", help="Run LINE before training; repeatable.", show_default=False),
     ] = None
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restart a stopped job at most N times.")
@@ -91,7 +91,7 @@ def slurm(
     mem: MemOption = None,
     time: Annotated[
         str | None,
-        typer.Option("--time", metavar="LIMIT", help="Limit the time, as 24:00:00.", show_default=False),
+        typer.Option("--time", metavar="LIMIT", help="Set the time limit, such as 24:00:00.", show_default=False),
     ] = None,
     partition: Annotated[
         str | None, typer.Option("--partition", metavar="NAME", help="Use this partition.", show_default=False)
@@ -117,7 +117,7 @@ def slurm(
 ) -> int:
     """Write a SLURM batch script, or submit it.
 
-    The job stops and saves before its time limit, and resumes in the next one.
+    The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
 
     Examples:
       prep launch slurm recipes/llama-13b.toml --nodes 2 --devices-per-node 8
@@ -150,7 +150,7 @@ def tpu(
     words: WordsArgument = None,
     *,
     accelerator: Annotated[
-        str, typer.Option("--accelerator", metavar="TYPE", help="Create a TPU, as v5p-256.", show_default=False)
+        str, typer.Option("--accelerator", metavar="TYPE", help="Create a TPU, such as v5p-256.", show_default=False)
     ],
     zone: Annotated[str, typer.Option("--zone", metavar="ZONE", help="Create it in ZONE.", show_default=False)],
     project: Annotated[

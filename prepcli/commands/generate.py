@@ -72,7 +72,8 @@ class _EncodedPrompts:
 def generate(request: GenerateRequest, ui: Ui) -> Report:
     """Generate a continuation of each prompt.
 
-    In a job of several processes, all of them call it, on a mesh of all their devices. Process 0 prints the result.
+    In a job of several processes, all of them call it with a mesh of all their devices, and process 0 prints the
+    result. Without a mesh each process generates alone.
 
     Args:
         request: Checkpoint, prompts, sampling and devices.
@@ -84,22 +85,19 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
     """
-    address = process_address(ProcessSettings(), os.environ)
+    address = process_address(ProcessSettings(), os.environ) if request.mesh is not None else None
     if address is None or address.count == 1:
         return _generate(request, list(read_prompts(request.prompts_file)) if request.prompts_file else [], ui)
     with label_errors(address.index):
-        group, process_ui = _start_processes(request, address, ui), ui.for_process(address.index)
+        group, process_ui = _start_processes(address, ui), ui.for_process(address.index)
         with run_together(group, Cluster(), process_ui, has_saved_step=lambda: False) as enter_phase:
             enter_phase("generate")
             report = _generate(request, _read_prompts_in_group(request, group), process_ui)
     return replace(report, process=address.index)
 
 
-def _start_processes(request: GenerateRequest, address: ProcessAddress, ui: Ui) -> ProcessGroup:
-    """Connect the processes of a job; raise UsageError without a mesh."""
-    if request.mesh is None:
-        why = f"{address.count} processes share the work by a mesh of all their devices"
-        raise usage_error("`--mesh` is missing", why, "`--mesh fsdp:-1`")
+def _start_processes(address: ProcessAddress, ui: Ui) -> ProcessGroup:
+    """Connect the processes of a job."""
     silence_jax(ui)
     from trainer.distributed.start import start_processes
 

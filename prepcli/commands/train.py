@@ -97,7 +97,13 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
             ui=ui,
             group=group,
         )
-        compare_start(group, start.manifest, step=run.step, data_identity=run.job.manifest_fields["data"])
+        compare_start(
+            group,
+            start.manifest,
+            step=run.step,
+            data_identity=run.job.manifest_fields["data"],
+            kernel=run.kernel.name,
+        )
         for line in run_summary_lines(run.job, run.recipe, run.step, kernel=run.kernel):
             ui.note(line)
         if request.dry_run:
@@ -112,7 +118,13 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
     """Return the options that all processes of a run must share."""
-    return {"--restart": request.restart, "--stop-after": request.stop_after, "--dry-run": request.dry_run}
+    return {
+        "--restart": request.restart,
+        "--stop-after": request.stop_after,
+        "--dry-run": request.dry_run,
+        "--stream": request.stream,
+        "--no-verify": not request.verify,
+    }
 
 
 def recipe_schema() -> Report:
@@ -210,6 +222,9 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
 
 
 def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
+    from trainer.distributed.hosts import processes_per_host
+
+    num_processes = processes_per_host(run.group)
     return RunFolder(
         run.folder,
         run.start_checkpoint,
@@ -219,6 +234,6 @@ def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
         mesh=mesh,
         rules=run.recipe.rules,
         group=run.group,
-        free_memory_nbytes=free_memory,
+        free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // num_processes,
         note=ui.warn,
     )

@@ -60,9 +60,9 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    from trainer.distributed.hosts import processes_of_this_host
+    from trainer.distributed.hosts import processes_per_host
 
-    plan, available = plan_run(recipe, model, sharding, num_processes=len(processes_of_this_host(group)))
+    plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host(group))
     if is_dry_run:
         ui.note(memory_table(plan.inputs, plan.memory, format_bytes(available) if available else "unknown"))
     if group.index == 0:

@@ -70,7 +70,9 @@ def compare_settings(group: ProcessGroup, recipe: Recipe, options: Mapping[str, 
     check_agreement(group, facts, hint=START_HINT, warn=ui.warn)
 
 
-def compare_start(group: ProcessGroup, manifest: Mapping[str, Any], *, step: int, data_identity: str) -> None:
+def compare_start(
+    group: ProcessGroup, manifest: Mapping[str, Any], *, step: int, data_identity: str, kernel: str
+) -> None:
     """Compare the start checkpoint and the data of all processes, before the first step.
 
     Args:
@@ -78,6 +80,7 @@ def compare_start(group: ProcessGroup, manifest: Mapping[str, Any], *, step: int
         manifest: Manifest of the start checkpoint, with the digests of its tensors.
         step: Step to resume from; 0 for a new run.
         data_identity: Digest of the tokens.
+        kernel: Attention kernel, which each process checks on its own devices.
 
     Raises:
         PrepError: Processes read different checkpoints or data.
@@ -86,7 +89,12 @@ def compare_start(group: ProcessGroup, manifest: Mapping[str, Any], *, step: int
 
     contents = {key: manifest[key] for key in CHECKPOINT_CONTENTS if key in manifest}
     checkpoint = digest(json.dumps(contents, sort_keys=True).encode())
-    facts = {"last step": str(step), "start checkpoint": checkpoint, "data": data_identity}
+    facts = {
+        "last step": str(step),
+        "start checkpoint": checkpoint,
+        "data": data_identity,
+        "attention kernel": kernel,
+    }
     check_agreement(group, facts, hint=FILES_HINT)
 
 

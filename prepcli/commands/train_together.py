@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trainer.recipe.run_tables import Cluster
 
 INTERRUPT = "SIGINT"
+# In errors of XLA's collectives (gloo, NCCL, the network of TPUs) and of the coordination service
+CONNECTION_WORDS = ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Gloo", "gloo", "NCCL", "onnection", "ocket", "peer")
 PRINT_S = 10.0  # a process that cannot print its error within this time ends without it
 RESTART_HINT = "start all processes again; the run resumes from its last saved step"
 
@@ -77,7 +79,8 @@ def _wait_for_cause(error: BaseException, watchdog: Watchdog, has_saved_step: Ca
 
     from trainer.distributed.coordination import ConnectionBrokenError
 
-    if not isinstance(error, JaxRuntimeError | ConnectionBrokenError):
+    is_connection = isinstance(error, JaxRuntimeError) and any(word in str(error) for word in CONNECTION_WORDS)
+    if not (is_connection or isinstance(error, ConnectionBrokenError)):
         return error
     watchdog.wait_for_end()  # does not return if a process is lost
     why = str(error).partition("\n")[0]

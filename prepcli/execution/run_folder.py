@@ -154,13 +154,11 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._group.count > 1 and self._pending and not self._pending.is_done:
+            return  # the other processes have to learn of the error first; the lock ends with this process
+        is_reported = error is not None and (self._group.count == 1 or isinstance(error, PrepError))
         try:
-            if error is None:
-                self._wait_for_save()
-            elif self._group.count == 1 or isinstance(error, PrepError):
-                with contextlib.suppress(Exception):
-                    self._wait_for_save()
-            elif self._pending and self._pending.is_done:  # otherwise a process may be lost
+            with contextlib.suppress(*((Exception,) if is_reported else ())):
                 self._wait_for_save()
         finally:
             self.close()

@@ -49,7 +49,7 @@ class GkeOptions:
 def gke_manifest(job: LaunchJob, options: GkeOptions, *, recipe_text: str) -> str:
     """Return the YAML of a job: a ConfigMap with the recipe and the start script, and the JobSet.
 
-    A pod that ends with 75, or whose node is lost, restarts all pods. An error of the recipe or of the training ends
+    All pods restart if one exits with 75, or if its node is lost. An error of the recipe or of the training ends
     the job.
     """
     check_label(job.name)

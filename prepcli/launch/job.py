@@ -1,4 +1,4 @@
-"""What to start: a recipe, and the environment of its processes. Pure, no I/O."""
+"""A job that `prep launch` describes: a recipe, and the environment of its processes. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LaunchJob:
         train_words: Further words of `prep train`.
         setup: Shell lines that run before the training.
         env: Environment variables.
-        max_restarts: Restarts of a job that exits with 75.
+        max_restarts: Maximal number of restarts of a job that exits with 75 or is killed.
     """
 
     recipe: str

@@ -31,7 +31,7 @@ class CoordinatedProcesses:
         index: Index of this process.
         count: Number of processes.
         errors: Fatal errors of the runtime.
-        is_owner: Whether prep connected the processes, and not the program that calls it.
+        is_owner: Whether prep connected the processes; False if the calling program did.
     """
 
     def __init__(self, errors: RuntimeErrors | None = None) -> None:
@@ -57,7 +57,9 @@ class CoordinatedProcesses:
             self._client.key_value_set(f"{key}/{self.index}", text)
             if self.index:
                 return []
-            return [self._client.blocking_key_value_get(f"{key}/{index}", WAIT_MS) for index in range(self.count)]
+            texts = [self._client.blocking_key_value_get(f"{key}/{index}", WAIT_MS) for index in range(self.count)]
+            self._client.key_value_delete(f"{key}/")  # the service keeps all keys in the memory of process 0
+            return texts
 
     def broadcast(self, name: str, text: str) -> str:
         """Return the text of process 0 on all processes."""

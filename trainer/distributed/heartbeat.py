@@ -15,7 +15,7 @@ Kind = Literal["lost", "stuck", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sign of life of a process.
+    """Message that a process publishes at intervals while it is alive.
 
     Attributes:
         count: Heartbeats of the process so far.

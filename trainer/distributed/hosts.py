@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return an identifier of this host, which no other host has; containers with names of their own are hosts."""
+    """Return a unique identifier of this host; containers with different host names count as different hosts."""
     try:
         boot_id = BOOT_ID.read_text()
     except OSError:
@@ -24,10 +25,10 @@ def machine_id() -> str:
     return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {boot_id}".encode())
 
 
-def processes_of_this_host(group: ProcessGroup) -> list[int]:
-    """Return the indices of the processes on the host of this one; all processes call it together."""
-    hosts = json.loads(group.broadcast("hosts", json.dumps(group.gather("host", machine_id()))))
-    return [index for index, host in enumerate(hosts) if host == hosts[group.index]]
+def processes_per_host(group: ProcessGroup) -> int:
+    """Return the largest number of processes on one host; all processes call it together."""
+    hosts = Counter(group.gather("host", machine_id()))
+    return int(group.broadcast("processes per host", str(max(hosts.values(), default=1))))
 
 
 def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
+from trainer.models.errors import PrepError
 from trainer.models.partition import Box
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -22,13 +23,24 @@ def has_several_processes() -> bool:
     return jax.process_count() > 1
 
 
-def has_several_hosts() -> bool:
-    """Return whether the processes run on more than one kernel; all of them call it together.
+def all_agree_on_exchange(is_remote: bool, layout_digest: int) -> bool:
+    """Return whether a process reads from a server, or the processes run on several kernels; all call it together.
 
     Containers of one host have one kernel, and share its page cache.
+
+    Args:
+        is_remote: Whether the checkpoint of this process is on a server.
+        layout_digest: Digest of the leaves of this process's checkpoint.
+
+    Raises:
+        PrepError: The processes have checkpoints of different layouts, and would run different programs.
     """
-    digest = np.uint32(zlib.crc32(BOOT_ID.read_bytes()))
-    return np.unique(multihost_utils.process_allgather(digest)).size > 1
+    own = np.array([zlib.crc32(BOOT_ID.read_bytes()), is_remote, layout_digest], np.uint32)
+    boot_ids, remote, layouts = multihost_utils.process_allgather(own).T
+    if np.unique(layouts).size > 1:
+        why = "leaves, dtypes or digests of their checkpoints differ"
+        raise PrepError("the processes cannot load together", why, "the same `model.path` and files on all hosts")
+    return bool(remote.any()) or np.unique(boot_ids).size > 1
 
 
 def local_coordinates(sharding: NamedSharding) -> dict[Any, dict[str, int]]:

@@ -1,8 +1,8 @@
 """The meeting of all processes of a job before jax starts, on the port that jax uses afterwards.
 
-jax aborts a process that waits in vain for the others, without naming them. Here process 0 listens on its port, and
-all others connect to it. When all have come, or when the time is over, it answers each with a verdict: an empty line,
-or the error that all processes raise.
+If a process is missing, jax aborts the waiting ones without naming it. Here process 0 listens on its port, and all
+others connect to it. When all have connected, or after the time limit, it answers each with a verdict: a line of JSON
+with null, or with the error that all processes raise.
 """
 
 from __future__ import annotations
@@ -134,11 +134,13 @@ def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
         except OSError:  # a time-out, or a connection that its other end has closed
             continue
         connection.settimeout(HELLO_TIMEOUT_S)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            hello = json.loads(_read_line(connection))
-            if hello["protocol"] == PROTOCOL:
-                ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
-                return _Peer(int(hello["index"]), int(hello["count"]), ip, connection)
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            hello = json.loads(_read_line(connection, min(deadline, time.monotonic() + HELLO_TIMEOUT_S)))
+            if isinstance(hello, dict) and hello.get("protocol") == PROTOCOL:
+                index, count = hello.get("index"), hello.get("count")
+                if isinstance(index, int) and isinstance(count, int):
+                    ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
+                    return _Peer(index, count, ip, connection)
         connection.close()
     return None
 
@@ -191,14 +193,19 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
         try:
             with socket.create_connection(split_host_port(address.coordinator), timeout=remaining_s) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
-                connection.settimeout(timeout_s + VERDICT_DELAY_S)  # process 0 may have started later
-                verdict = json.loads(_read_line(connection))
-        except (OSError, ValueError) as error:  # process 0 does not listen yet, or its service closed the connection
+                answer_by = time.monotonic() + timeout_s + VERDICT_DELAY_S  # process 0 may have started later
+                verdict = json.loads(_read_line(connection, answer_by))["error"]
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:  # process 0 does not listen yet, or its service closed the connection
             last_error = getattr(error, "strerror", None) or str(error) or last_error
             time.sleep(RETRY_S)
             continue
-        if verdict["error"]:
-            raise PrepError(*verdict["error"])
+        if verdict:
+            raise PrepError(*verdict)
         return
     what = f"process {address.index} of {address.count} did not reach process 0 within {timeout_s:g} s"
     hint = "see the log of process 0; its host's firewall must allow the port; `cluster.host0_address` names the host"
@@ -212,10 +219,17 @@ def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
         peer.connection.sendall(json.dumps(verdict).encode() + b"\n")
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    """Return a line of at most MAX_LINE_BYTES; raise ConnectionError if the connection ends before."""
-    with connection.makefile("rb") as stream:
-        line = stream.readline(MAX_LINE_BYTES)
-    if not line.endswith(b"\n"):
-        raise ConnectionError("the connection was closed")
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """Return a line of at most MAX_LINE_BYTES.
+
+    Raises:
+        OSError: The connection ends, or the time of the deadline has come, before the line does.
+    """
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        data = connection.recv(MAX_LINE_BYTES)
+        if not data or len(line) > MAX_LINE_BYTES:
+            raise ConnectionError("the connection was closed")
+        line += data
     return line

@@ -118,6 +118,9 @@ def _connected_group(address: ProcessAddress | None) -> ProcessGroup:
 
 def _describes_tpu_pod(environ: Mapping[str, str]) -> bool:
     """Return whether the metadata server of a TPU virtual machine says which process this is. Only jax reads it."""
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and "tpu" not in platforms:
+        return False
     is_described = environ.get("TPU_SKIP_MDS_QUERY") or any(environ.get(name) for name in TPU_HOST_VARIABLES)
     return cloud_tpu_init.running_in_cloud_tpu_vm and not is_described
 

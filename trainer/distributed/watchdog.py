@@ -216,7 +216,8 @@ class Watchdog:
         """Wait until all processes that may be alive have read the decision."""
         deadline_s = self.clock() + LINGER_S
         while self.clock() < deadline_s:
-            done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
-            if len(done) >= self.texts.count:
-                return
+            with suppress(ConnectionBrokenError):
+                done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
+                if len(done) >= self.texts.count:
+                    return
             time.sleep(TICK_S)

@@ -1,4 +1,4 @@
-"""Which process of how many this is, from the environment variables of launchers. Pure, no jax.
+"""Index of this process and number of processes, from the environment variables of launchers. Pure, no jax.
 
 Launchers set the variables below only for commands that they run several times. SLURM_NTASKS is ignored: SLURM also
 sets it for the batch script, which runs once. An Open MPI process is detected before a SLURM task, because `mpirun`
@@ -47,7 +47,7 @@ class LaunchedProcess:
 
 
 def detect_launcher(environ: Mapping[str, str], launchers: Collection[str] = LAUNCHERS) -> LaunchedProcess | None:
-    """Return the process described by a launcher's environment variables; None without a launcher of several.
+    """Return the process described by a launcher's environment variables; None if there is only one process.
 
     Args:
         environ: Environment variables.
@@ -73,7 +73,7 @@ def pod_process(environ: Mapping[str, str], count: int) -> LaunchedProcess | Non
 
 
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set of those that state a number of processes."""
+    """Return the environment variables that are set and describe the processes of a job."""
     names = (*COUNT_VARIABLES, *TPU_HOST_VARIABLES, COMPLETION_INDEX)
     return {name: environ[name] for name in names if environ.get(name)}
 

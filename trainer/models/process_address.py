@@ -1,4 +1,4 @@
-"""The process of a job that this one is, from settings or the environment variables of launchers. Pure, no jax."""
+"""Index of this process and address of process 0, from settings or launchers' environment variables. Pure, no jax."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def process_address(settings: ProcessSettings, environ: Mapping[str, str]) -> Pr
     """Return this process and the address of process 0; None if nothing describes a job of several processes.
 
     Args:
-        settings: Explicit settings, which win. One process is a job of its own, whatever a launcher says.
+        settings: Explicit settings, which replace the variables. `num_processes=1` ignores every launcher.
         environ: Environment variables.
 
     Raises:

@@ -1,6 +1,7 @@
 """Slices of a device mesh: groups of devices with a fast network, which a slower network connects. Pure, no jax.
 
-A slice is a TPU slice, or the hosts of one GPU rail. An axis of 8 devices over 2 slices has 4 devices in each slice.
+A slice is a TPU slice, or a group of GPU hosts on one fast network. An axis of 8 devices over 2 slices has 4 devices in
+each slice.
 """
 
 from __future__ import annotations

@@ -41,19 +41,19 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that log."""
+    """The processes that print and write metrics."""
 
     model_config = STRICT
 
     all_workers: bool = Field(
         default=False,
-        description="write the log lines of every process, each to a file of its own; false: of process 0",
+        description="print the lines of every process, and write a metrics file for each; false: only for process 0",
         examples=[True],
     )
 
 
 class Cluster(BaseModel):
-    """The processes of a run on several hosts. A launcher such as SLURM sets them without these keys."""
+    """The processes of a run on one or several hosts. Absent keys are read from a launcher such as SLURM."""
 
     model_config = STRICT
 
@@ -81,9 +81,10 @@ class Cluster(BaseModel):
     )
     n_local_devices: PositiveInt | None = Field(
         default=None,
-        description="devices of this process, the first ones of its host",
+        description="number of devices of this process; processes on one host take consecutive devices in the order of "
+        "their local index",
         examples=[8],
-        json_schema_extra=if_absent("all devices of the host"),
+        json_schema_extra=if_absent("an even part of the host's devices"),
     )
     dcn_mesh: str | None = Field(
         default=None,

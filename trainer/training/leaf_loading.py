@@ -21,8 +21,8 @@ from trainer.distributed.exchange import (
     slab_program,
 )
 from trainer.distributed.process_shards import (
+    all_agree_on_exchange,
     boxes_by_process,
-    has_several_hosts,
     has_several_processes,
     local_boxes,
     local_coordinates,
@@ -44,7 +44,13 @@ def exchange_is_faster(reader: CheckpointReader) -> bool:
     Hosts share nothing: a shared file system, a hub or a bucket would send the same bytes to each of them, over a
     network that is slower than the one between devices. All processes call this together.
     """
-    return has_several_processes() and (reader.is_remote or has_several_hosts())
+    return has_several_processes() and all_agree_on_exchange(reader.is_remote, _layout_digest(reader))
+
+
+def _layout_digest(reader: CheckpointReader) -> int:
+    """Return a digest of what decides on the programs that load a checkpoint: shape, dtype and unit of each leaf."""
+    leaves = sorted((name, spec.shape, spec.dtype, spec.read_unit) for name, spec in reader.leaves.items())
+    return zlib.crc32(repr(leaves).encode())
 
 
 @dataclass(frozen=True, slots=True)

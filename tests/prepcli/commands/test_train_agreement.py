@@ -47,13 +47,13 @@ def test_compare_settings_compares_versions_and_recipe(compared: dict[str, str])
 
 def checkpoint_facts(compared: dict[str, str], manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return the facts of a start checkpoint."""
-    compare_start(SingleProcess(), manifest, step=3, data_identity="tokens")
+    compare_start(SingleProcess(), manifest, step=3, data_identity="tokens", kernel="blockwise")
     return dict(compared)
 
 
 def test_compare_start_compares_contents(compared: dict[str, str]):
     facts = checkpoint_facts(compared, MANIFEST)
-    assert (facts["last step"], facts["data"]) == ("3", "tokens")
+    assert (facts["last step"], facts["data"], facts["attention kernel"]) == ("3", "tokens", "blockwise")
     assert checkpoint_facts(compared, MANIFEST | {"source": {"mtime_ns": 2}}) == facts
     changed = checkpoint_facts(compared, MANIFEST | {"tensors": {"a": {"digests": [[0, 1, "e"]]}}})
     assert changed["start checkpoint"] != facts["start checkpoint"]

@@ -11,9 +11,12 @@ from trainer.distributed import hosts
 from trainer.distributed.process_group import SingleProcess
 
 
-def test_processes_of_this_host_are_all_on_one_machine():
-    assert run_processes(3, hosts.processes_of_this_host) == [[0, 1, 2]] * 3
-    assert hosts.processes_of_this_host(SingleProcess()) == [0]
+def test_processes_per_host_counts_those_of_one_machine(monkeypatch: pytest.MonkeyPatch):
+    assert run_processes(3, hosts.processes_per_host) == [3] * 3
+    assert hosts.processes_per_host(SingleProcess()) == 1
+    names = iter("aab")
+    monkeypatch.setattr(hosts, "machine_id", lambda: next(names))
+    assert run_processes(3, hosts.processes_per_host) == [2] * 3
 
 
 @pytest.mark.parametrize(("num_shared", "writers"), [(4, [True, False, False, False]), (2, [True, False, True, False])])

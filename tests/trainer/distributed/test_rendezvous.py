@@ -111,3 +111,29 @@ def connection_to(port: int) -> socket.socket:
         except ConnectionRefusedError:
             time.sleep(0.1)
     raise AssertionError("process 0 does not listen")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 16000 + b"\n",
+        b'{"protocol": "prep-1", "index": 1e999, "count": 2}\n',
+        b'{"protocol": "prep-1", "index": "1", "count": 2}\n',
+        b'{"protocol": "prep-1"}\n',
+        b"[1]\n",
+        b"\xff\xfe\n",
+    ],
+)
+def test_meet_processes_ignores_strangers(line: bytes):
+    def send(port: int) -> None:
+        deadline_s = time.monotonic() + LONG_S
+        while time.monotonic() < deadline_s:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+                    connection.sendall(line)
+                    assert connection.recv(1) == b""
+                return
+            except ConnectionError:
+                time.sleep(0.01)
+
+    assert meet([(0, 2), (1, 2)], LONG_S, before=send) == ["", ""]
