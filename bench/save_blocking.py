@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from bench.evidence import log, remove, run_checked
 from bench.models import write_model
 from prepcli.console.ui import format_table
 from prepcli.engine.budget import MIB, anonymous_nbytes
+from prepcli.launch.local import free_port, process_environment
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "num_hidden_layers": 6,
@@ -173,17 +173,13 @@ def run_worker(work: Path, rounds: int, systems: Sequence[str]) -> None:
 
 def start_workers(work: Path, count: int, rounds: int, systems: Sequence[str]) -> list[subprocess.Popen[str]]:
     """Start the processes of a job."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{listener.getsockname()[1]}"
-    job = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES // count), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if count > 1:
-        job |= {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
+    port = free_port()
     words = ["--work", str(work), "--rounds", str(rounds), "--worker", "--systems", ";".join(systems)]
     return [
         subprocess.Popen(
             [sys.executable, "-m", "bench.save_blocking", *words],
-            env={**os.environ, **job, "JAX_PROCESS_ID": str(index)},
+            env=process_environment(os.environ, index=index, count=count, port=port, devices=DEVICES // count)
+            | {"TF_CPP_MIN_LOG_LEVEL": "3"},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -81,10 +81,10 @@ class Cluster(BaseModel):
     )
     n_local_devices: PositiveInt | None = Field(
         default=None,
-        description="number of devices of this process; processes on one host take consecutive devices in the order of "
-        "their local index",
+        description="number of devices of this process: the first ones of its host; under SLURM and Open MPI the next "
+        "ones, by local index",
         examples=[8],
-        json_schema_extra=if_absent("an even part of the host's devices"),
+        json_schema_extra=if_absent("all devices; an even part under SLURM or Open MPI"),
     )
     dcn_mesh: str | None = Field(
         default=None,
