@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.helpers.job_faults import Fault, Outcome, run_job, state_digest
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 
 START_TIMEOUT = "20"
 CASES = (

@@ -17,7 +17,7 @@ from prepcli.cli.docs_page import cli_page
 from prepcli.cli.main import main
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import write_tokenizer
+from tests.helpers.training_folder import write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

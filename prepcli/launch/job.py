@@ -96,8 +96,8 @@ def as_label(text: str) -> str:
 def overrides_of(words: Sequence[str]) -> tuple[str, ...]:
     """Return the values of `--set` among words of `prep train`."""
     pairs = zip(words, [*words[1:], ""])
-    found = ((word.removeprefix("--set="), next_word) for word, next_word in pairs if word.startswith("--set"))
-    return tuple(next_word if word == "--set" else word for word, next_word in found)
+    options = ((word, next_word) for word, next_word in pairs if word.startswith("--set"))
+    return tuple(next_word if word == "--set" else word.removeprefix("--set=") for word, next_word in options)
 
 
 def _check_no_null(option: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that several modules share, made once per pytest process."""
+"""Checkpoints and working folders that several modules share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
+from tests.helpers.training_folder import make_training_folder
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,12 @@ def sources(fault_sources: FaultSources, tmp_path: Path, monkeypatch: pytest.Mon
     fault_sources.copy_to(tmp_path)
     monkeypatch.chdir(tmp_path)
     return fault_sources
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder of a test, with a recipe, a text, a model and its init; without access to the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    return tmp_path

@@ -13,18 +13,9 @@ from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.run_cli import run_ok
-from tests.prepcli.commands.test_train import make_training_folder
 from tests.prepcli.restore.test_checked_reads import chunk_locations
 
 GENERATE = ("generate", "--tokens", "3,1,4", "--max-new-tokens", "1")
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
 
 
 def flip_bit(path: Path, offset: int) -> Path:

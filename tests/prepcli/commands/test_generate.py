@@ -15,7 +15,7 @@ import pytest
 from prepcli.cli.main import main
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import WORDS, write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
 
 PROMPT = "w3 w1 w4 w1 w5"
 IDS = [3, 1, 4, 1, 5]

@@ -11,7 +11,7 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.run_cli import run_failing
-from tests.prepcli.commands.test_train import RECIPE, make_training_folder
+from tests.helpers.training_folder import RECIPE, make_training_folder
 
 TARGETS = [
     ["slurm"],

@@ -15,7 +15,7 @@ from prepcli.cli.main import main
 from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers import slurm
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 
 pytestmark = [
     pytest.mark.slow,

@@ -12,7 +12,7 @@ from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import WORDS, write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.recipe import load_recipe
 from trainer.recipe.tables import keys_of, value_of
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from prepcli.cli.main import main
@@ -24,57 +23,9 @@ from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
+from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.training.metrics import METRICS_FILE, read_metrics
-
-WORDS = [f"w{number}" for number in range(131)]
-RECIPE = """\
-seed = 3
-mesh = "1,2,4"
-[model]
-path = "tiny-init"
-[data]
-type = "text"
-path = "text.txt"
-seq_length = 16
-holdout = 0.1
-[batch]
-size = 8
-[optimizer]
-lr = 1e-2
-warmup_steps = 2
-[train]
-steps = 12
-log_every = 1
-[checkpoint]
-every = 3
-"""
-
-
-def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
-    """Write a tokenizer with one token per word."""
-    vocab = {word: number for number, word in enumerate(words)}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    document = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
-
-
-def make_training_folder() -> None:
-    """Write a recipe, a text, a Hugging Face model and its init to the current folder."""
-    make_checkpoint(Path("tiny"), LLAMA)
-    write_tokenizer(Path("tiny"))
-    assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
-    numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 3000)) % len(WORDS)
-    Path("text.txt").write_text(" ".join(WORDS[number] for number in numbers))
-    Path("recipe.toml").write_text(RECIPE)
 
 
 def train_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:

@@ -10,17 +10,12 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.commands.train_report import dropout_text
 from prepcli.errors import FAILED, STOPPED
-from tests.prepcli.commands.test_train import make_training_folder, train_error
+from tests.prepcli.commands.test_train import train_error
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 
+pytestmark = pytest.mark.usefixtures("work_dir")
+
 DROPOUT = ("--set", "model.dropout={attention = 0.1, residual = 0.25}", "--set", "model.fcm_ratio=[0.0, 0.15]")
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
 
 
 @pytest.mark.parametrize(

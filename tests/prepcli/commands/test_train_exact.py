@@ -12,7 +12,7 @@ from prepcli.errors import OK
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import read_tensors
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 TIMINGS = ("seconds", "tokens_per_s")

@@ -11,7 +11,7 @@ import pytest
 from prepcli.launch.local import free_port
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 
 ONE_TASK = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 

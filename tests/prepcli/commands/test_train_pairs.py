@@ -13,15 +13,14 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.prepcli.commands.test_train import (
-    WORDS,
     read_losses,
     read_step_files,
     start_train,
     train_error,
     train_json,
     wait_for_step,
-    write_tokenizer,
 )
 
 RECIPE = """\

@@ -14,7 +14,8 @@ from prepcli.errors import FAILED, OK, USAGE
 from prepcli.execution import run_folder
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import RECIPE, WORDS, train_error, train_json, write_tokenizer
+from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
+from tests.prepcli.commands.test_train import train_error, train_json
 from trainer.data import tokenize
 
 

@@ -18,7 +18,7 @@ from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records
 from tests.helpers.training_states import read_leaves
-from tests.prepcli.commands.test_train import make_training_folder, read_losses
+from tests.prepcli.commands.test_train import read_losses
 from tests.prepcli.commands.test_train_pairs import make_pairs_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -26,14 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 SHORT = ("--set", "train.steps=4", "--set", "checkpoint.every=2", "--set", "optimizer.warmup_steps=1")
 RELATIVE = 1e-5  # rounding of losses: other orders of the sums over devices
 GLOO_LINE = re.compile(r"^\[Gloo\]|peer ranks")
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
 
 
 def run(*words: str, count: int, devices: int, record: str = "record", **options: Any) -> list[tuple[int, str, str]]:

@@ -11,18 +11,14 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import WORDS, make_training_folder, train_error, train_json, write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.prepcli.commands.test_train import train_error, train_json
+
+pytestmark = pytest.mark.usefixtures("work_dir")
 
 YARN = ("--set", "model.rope_scaling={rope_type='yarn', factor=4.0}")
 LONG = (*YARN, "--set", "model.max_position_embeddings=256", "--set", "data.seq_length=96")
 ROPE_LINE = "rotary embedding yarn (theta 10,000, factor 4, original positions 64); 256 positions"
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
 
 
 def read_configs(*paths: str) -> list[dict[str, Any]]:

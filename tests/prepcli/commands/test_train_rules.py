@@ -11,18 +11,13 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED, USAGE
-from tests.prepcli.commands.test_train import make_training_folder, read_losses, train_error
+from tests.prepcli.commands.test_train import read_losses, train_error
+
+pytestmark = pytest.mark.usefixtures("work_dir")
 
 RULES = ("--set", 'rules=["embed=mp", "heads=fsdp", "mlp=none"]')
 OTHER_RULES = ("--set", "rules=embed=none")
 DEFAULTS = "vocab=mp, heads=mp, kv_heads=mp|none, mlp=mp, embed=fsdp, layers=none, head_dim=none"
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
 
 
 def read_manifest(folder: str) -> dict[str, Any]:

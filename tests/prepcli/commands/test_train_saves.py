@@ -14,20 +14,11 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.processes import finish, start_processes
-from tests.prepcli.commands.test_train import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[3]
 WAIT_S = 240.0
 SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.holdout=0")
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
 
 
 def start(run: str, count: int, *words: str, steps: int) -> list[subprocess.Popen[str]]:

@@ -23,24 +23,13 @@ from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
-from tests.prepcli.commands.test_train import (
-    make_training_folder,
-    read_losses,
-    read_step_files,
-    train_error,
-    train_json,
-    write_tokenizer,
-)
+from tests.helpers.training_folder import write_tokenizer
+from tests.prepcli.commands.test_train import read_losses, read_step_files, train_error, train_json
+
+pytestmark = pytest.mark.usefixtures("work_dir")
 
 PREP_SCRIPT = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 EXPORTS = {"hf-flax": ("--layout", "hf-flax"), "easylm": ("--layout", "easylm"), "exported": ()}
-
-
-@pytest.fixture(autouse=True)
-def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
 
 
 def train_two_steps(model: str, *words: str) -> dict[str, bytes]:

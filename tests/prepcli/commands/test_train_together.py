@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
+from prepcli.commands.train_together import _job_error, run_together
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.job_faults import Fault, Outcome, run_job, state_digest
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 from trainer.distributed.heartbeat import JobEnd
+from trainer.distributed.process_group import SingleProcess
+from trainer.recipe.run_tables import Cluster
 
 KILLED = -signal.SIGKILL
 AFTER_SAVE = "step +12/"
@@ -114,8 +118,6 @@ def test_error_of_one_process_ends_the_other(folder: Path) -> None:
 
 
 def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:
-    from prepcli.commands.train_together import _job_error
-
     lost = JobEnd("lost", 1, "process 1 is lost", "no heartbeat for 60 s")
     stopped = {name: JobEnd("stopped", 1, "stopped", name) for name in ("SIGTERM", "SIGINT")}
     assert _job_error(lost, lambda: True).code == STOPPED
@@ -124,11 +126,9 @@ def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:
     assert _job_error(stopped["SIGINT"], lambda: True).code == INTERRUPTED
 
 
-def test_single_process_runs_alone() -> None:
-    from prepcli.commands.train_together import run_together
-    from trainer.distributed.process_group import SingleProcess
-    from trainer.recipe.run_tables import Cluster
-
+def test_single_process_starts_no_watchdog() -> None:
     ui = open_ui("train", as_json=False, quiet=True, verbose=0)
+    threads = threading.enumerate()
     with run_together(SingleProcess(), Cluster(), ui, has_saved_step=lambda: False) as enter_phase:
         enter_phase("load")
+        assert {*threading.enumerate()} <= {*threads}

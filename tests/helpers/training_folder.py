@@ -1,0 +1,54 @@
+"""A folder to train in: a recipe, a text, and a tiny Llama with a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from prepcli.cli.main import main
+from prepcli.errors import OK
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+
+WORDS = [f"w{number}" for number in range(131)]
+RECIPE = """\
+seed = 3
+mesh = "1,2,4"
+[model]
+path = "tiny-init"
+[data]
+type = "text"
+path = "text.txt"
+seq_length = 16
+holdout = 0.1
+[batch]
+size = 8
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+[train]
+steps = 12
+log_every = 1
+[checkpoint]
+every = 3
+"""
+
+
+def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
+    """Write a tokenizer with one token per word."""
+    vocab = {word: number for number, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
+    document = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
+def make_training_folder() -> None:
+    """Write a recipe, a text, a Hugging Face model and its init to the current folder."""
+    make_checkpoint(Path("tiny"), LLAMA)
+    write_tokenizer(Path("tiny"))
+    assert main(["save-init", "tiny", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
+    numbers = np.cumsum(np.random.default_rng(0).integers(0, 3, 3000)) % len(WORDS)
+    Path("text.txt").write_text(" ".join(WORDS[number] for number in numbers))
+    Path("recipe.toml").write_text(RECIPE)
