@@ -10,8 +10,8 @@ from prepcli.errors import FAILED, USAGE, usage_error
 from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_label
 from prepcli.launch.shell import command_line, comment, environment_lines, script
 from prepcli.launch.yaml_text import Yaml, yaml_document
+from trainer.models.process_address import DEFAULT_PORT
 
-PORT = 11111  # of process 0
 FILES_FOLDER = "/etc/prep"  # in a container: the recipe and the start script
 START_FILE = "start.sh"
 WORK_FOLDER = "/work"  # in a container: the volume with checkpoints, data and runs
@@ -125,7 +125,7 @@ def _start_script(job: LaunchJob, options: GkeOptions) -> str:
     words = ["prep", "train", f"{FILES_FOLDER}/{_recipe_file(job)}", *job.train_words]
     lines = [
         "set -e",
-        f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{PORT}",
+        f"export JAX_COORDINATOR_ADDRESS={job.name}-{PODS}-0-0.{job.name}:{DEFAULT_PORT}",
         f"export JAX_NUM_PROCESSES={options.nodes}",
         "export JAX_PROCESS_ID=$JOB_COMPLETION_INDEX",
         *environment_lines(job),

@@ -9,6 +9,7 @@ from trainer.models.coordinator_address import coordinator_address, join_host_po
 from trainer.models.errors import usage_error
 from trainer.models.launchers import LaunchedProcess, detect_launcher, launcher_variables, pod_process
 
+DEFAULT_PORT = 11111  # of process 0
 SETTINGS = "settings"  # launcher of processes that the keys of `cluster` number
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -26,7 +27,7 @@ class ProcessSettings:
     """
 
     host0_address: str | None = None
-    host0_port: int = 11111
+    host0_port: int = DEFAULT_PORT
     num_processes: int | None = None
     process_id: int | None = None
     num_local_devices: int | None = None

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.process_address import ProcessSettings
+from trainer.models.process_address import DEFAULT_PORT, ProcessSettings
 from trainer.recipe.key_types import STRICT, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, if_absent
-
-DEFAULT_PORT = 11111
 
 
 class Eval(BaseModel):
@@ -65,7 +63,7 @@ class Cluster(BaseModel):
         json_schema_extra=if_absent("from the launcher"),
     )
     host0_port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        default=DEFAULT_PORT, description="port of process 0", examples=[11111]
+        default=DEFAULT_PORT, description="port of process 0", examples=[DEFAULT_PORT]
     )
     n_processes: PositiveInt | None = Field(
         default=None,
