@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
-from trainer.distributed.sharding import ShardingContext
+from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.models.checkpoint_store import CheckpointReader
 from trainer.models.param_tree import Tree, unflatten_tree
 from trainer.nn.model_spec import ModelSpec
@@ -76,7 +75,7 @@ def load_leaves(
     loader: LeafLoader, model: ModelSpec, *, sharding: ShardingContext, dtype_of: Callable[[str], str]
 ) -> Tree:
     """Load the parameters of a model with a loader; the other arguments are those of `load_params`."""
-    first_device = SingleDeviceSharding(jax.devices()[0])
+    first_device = local_device_sharding()
     params = {}
     for path, leaf in model.leaves.items():
         dtype = jax.numpy.dtype(dtype_of(path))
@@ -87,7 +86,7 @@ def load_leaves(
 
 def _sharded_shapes(setup: StepSetup) -> TrainState:
     """Return the state's shapes with a sharding each; without a mesh, the first device."""
-    first_device = SingleDeviceSharding(jax.devices()[0])
+    first_device = local_device_sharding()
 
     def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
