@@ -18,11 +18,15 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def machine_id() -> str:
     """Return a unique identifier of this host; containers with different host names count as different hosts."""
+    return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {kernel_id()}".encode())
+
+
+def kernel_id() -> str:
+    """Return a unique identifier of the running kernel, which all containers of a host share."""
     try:
-        boot_id = BOOT_ID.read_text()
+        return BOOT_ID.read_text()
     except OSError:
-        boot_id = str(uuid.getnode())
-    return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {boot_id}".encode())
+        return str(uuid.getnode())
 
 
 def processes_per_host(group: ProcessGroup) -> int:

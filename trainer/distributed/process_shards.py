@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,10 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, Sharding
 
+from trainer.distributed.hosts import kernel_id
 from trainer.models.errors import PrepError
 from trainer.models.partition import Box
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def has_several_processes() -> bool:
@@ -35,12 +33,12 @@ def all_agree_on_exchange(is_remote: bool, layout_digest: int) -> bool:
     Raises:
         PrepError: The processes have checkpoints of different layouts, and would run different programs.
     """
-    own = np.array([zlib.crc32(BOOT_ID.read_bytes()), is_remote, layout_digest], np.uint32)
-    boot_ids, remote, layouts = multihost_utils.process_allgather(own).T
+    own = np.array([zlib.crc32(kernel_id().encode()), is_remote, layout_digest], np.uint32)
+    kernels, remote, layouts = multihost_utils.process_allgather(own).T
     if np.unique(layouts).size > 1:
         why = "leaves, dtypes or digests of their checkpoints differ"
         raise PrepError("the processes cannot load together", why, "the same `model.path` and files on all hosts")
-    return bool(remote.any()) or np.unique(boot_ids).size > 1
+    return bool(remote.any()) or np.unique(kernels).size > 1
 
 
 def local_coordinates(sharding: NamedSharding) -> dict[Any, dict[str, int]]:
