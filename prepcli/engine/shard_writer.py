@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import PAGE, ByteArray, Files, allocate_buffer
 from prepcli.engine.fills import numpy_dtype
-from prepcli.planning.boxes import Box
+from prepcli.planning.boxes import slices
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.shard_copies import shard_copies
 from prepcli.planning.strided_copies import StridedCopy
@@ -55,10 +55,6 @@ def _chunk_data(leaf: OutputLeaf, shard: HostShard) -> Iterator[tuple[StridedCop
     for part, copy in shard_copies(leaf, shard.box):
         page_offset = copy.file_offset % PAGE
         data = buffer[page_offset : page_offset + copy.nbytes]
-        piece = values[_relative_index(part, shard.box)]
+        piece = values[slices(part, shard.box)]
         data.view(values.dtype).reshape(piece.shape)[...] = piece
         yield copy, data
-
-
-def _relative_index(part: Box, box: Box) -> tuple[slice, ...]:
-    return tuple(slice(low - start, high - start) for (low, high), (start, _) in zip(part, box))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from types import EllipsisType
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]
@@ -22,6 +23,11 @@ def volume(box: Box) -> int:
 def intersect(a: Range, b: Range) -> Range:
     """Return the intersection of two ranges. It is empty if its start is not below its stop."""
     return max(a[0], b[0]), min(a[1], b[1])
+
+
+def slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of a box in the array of a larger box; the ellipsis makes a 0-d index return a view."""
+    return (*(slice(low - start, high - start) for (low, high), (start, _) in zip(box, within)), ...)
 
 
 def strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:

@@ -1,9 +1,8 @@
-"""Boxes of array elements: intersections, shifts and array slices."""
+"""Boxes of array elements: chunks, intersections and shifts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import EllipsisType
 
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.planning.boxes import Box, intersect
@@ -27,8 +26,3 @@ def innermost_cut_axis(box: Box, chunk_shape: Sequence[int]) -> int:
 def intersection(a: Box, b: Box) -> Box:
     """Return the common part of two boxes."""
     return tuple(map(intersect, a, b))
-
-
-def slices(box: Box, within: Box) -> tuple[slice | EllipsisType, ...]:
-    """Return the index of a box in the array of a larger box; the ellipsis makes a 0-d index return a view."""
-    return (*(slice(low - start, high - start) for (low, high), (start, _) in zip(box, within)), ...)

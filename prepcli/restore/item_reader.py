@@ -28,11 +28,11 @@ from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
 from prepcli.formats.orbax_store import StoredRange
-from prepcli.planning.boxes import Box, full_box, strides, volume
+from prepcli.planning.boxes import Box, full_box, slices, strides, volume
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
-from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted, slices
+from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.job_queue import run_jobs
 from prepcli.sources.decoded_arrays import DecodedArray, chunk_error, open_chunk
