@@ -23,8 +23,8 @@ from typing import Any, Literal
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
-from prepcli.execution.agreement import agree
 from prepcli.execution.background_save import BackgroundSave, FinishedSave
+from prepcli.execution.joint_work import joint_work
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import fsync_path, remove_path
 from prepcli.execution.staging import remove_work_folder
@@ -240,7 +240,7 @@ class RunFolder:
         if reserved := PREP_KEYS & {*manifest_fields}:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
         out = step_folder(self._run_folder, step)
-        with agree(self._group, f"save-{step}-begun"):
+        with joint_work(self._group, f"save-{step}-begun"):
             self._check_new_step(out)
             writer = StepWriter(self._plan(step, leaves, manifest_fields), out, leaves)
         try:
@@ -253,7 +253,7 @@ class RunFolder:
                 shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
             raise
         self._hf_folder = out / STATE_ITEM / HF_FOLDER
-        with agree(self._group, f"save-{step}-ended"):
+        with joint_work(self._group, f"save-{step}-ended"):
             self._remove_old_steps()
 
     def _check_new_step(self, out: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
-from prepcli.execution.agreement import agree
+from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import fsync_path
 from trainer.distributed.process_group import ProcessGroup
 
@@ -28,7 +28,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
         PrepError: A process has another folder of this name.
     """
     name = group.broadcast("folder-token", TOKEN_PREFIX + uuid.uuid4().hex)
-    with _token(folder / name, group), agree(group, "folder-seen"):
+    with _token(folder / name, group), joint_work(group, "folder-seen"):
         if not (folder / name).exists():
             what = f"{socket.gethostname()} does not see the run's folder of process 0"
             why = f"{folder.absolute()} is another folder there"
@@ -38,7 +38,7 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
 @contextlib.contextmanager
 def _token(path: Path, group: ProcessGroup) -> Iterator[None]:
     """Create a file inside the context, in process 0."""
-    with agree(group, "folder-created"):
+    with joint_work(group, "folder-created"):
         if group.index == 0:
             _create(path)
     try:

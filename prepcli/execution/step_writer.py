@@ -19,10 +19,10 @@ from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import PipelineResult
 from prepcli.engine.shard_writer import write_shards
 from prepcli.errors import PrepError
-from prepcli.execution.agreement import agree
 from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import check_free_space, identify_run, open_sink
 from prepcli.execution.finalize import data_folder, finalize_output
+from prepcli.execution.joint_work import joint_work
 from prepcli.execution.paths import remove_path
 from prepcli.execution.resume import StreamReader
 from prepcli.execution.run_notes import read_note, write_note
@@ -78,15 +78,15 @@ class StepWriter:
             PrepError: One of the processes cannot write its part.
         """
         stage = Staging(self.out)
-        with agree(group, f"{name}-created"):
+        with joint_work(group, f"{name}-created"):
             if group.index == 0:
                 with open_sink(self.plan, self._create()):
                     pass
-        with agree(group, f"{name}-written"):
+        with joint_work(group, f"{name}-written"):
             self._write_own_shards(stage, group.index)
-        with agree(group, f"{name}-digested"):
+        with joint_work(group, f"{name}-digested"):
             self._write_own_digests(stage, group)
-        with agree(group, f"{name}-published"):
+        with joint_work(group, f"{name}-published"):
             if group.index == 0:
                 self._publish(stage, PipelineResult(_read_digests(stage, group.count)))
 

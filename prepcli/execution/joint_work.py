@@ -12,7 +12,7 @@ from trainer.distributed.process_group import ProcessGroup
 
 
 @contextlib.contextmanager
-def agree(group: ProcessGroup, name: str) -> Iterator[None]:
+def joint_work(group: ProcessGroup, name: str) -> Iterator[None]:
     """Run the block in all processes, and wait until all have left it.
 
     Args:
