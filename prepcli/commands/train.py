@@ -16,7 +16,7 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
-from prepcli.commands.train_folder import check_run_folder
+from prepcli.commands.train_folder import check_run_folder, check_shared_folder
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -28,7 +28,6 @@ from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
-from prepcli.execution.shared_folder import check_shared_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from trainer.distributed.process_group import ProcessGroup
+from trainer.models.errors import PrepError
 
+PROBE_PREFIX = ".seen-"  # of a file that exists while processes look for it
+PROBE_S = 60 * 60  # an older probe is of a killed process
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,18 +47,53 @@ def writes_shared_folder(folder: Path, group: ProcessGroup) -> bool:
     Process 0 writes if the hosts share the folder. On each host without that folder, its first process writes.
 
     Args:
-        folder: The folder. It must exist for process 0.
+        folder: The folder.
         group: The processes of the job.
+
+    Raises:
+        PrepError: Process 0 cannot write to the folder.
     """
-    probe = folder / f"probe-{uuid.uuid4().hex}"
-    if group.index == 0:
-        probe.touch()
-    name = group.broadcast("probe", probe.name)
-    answers = group.gather("probe seen", json.dumps([machine_id(), (folder / name).exists()]))
-    if group.index == 0:
-        probe.unlink(missing_ok=True)
+    answers = group.gather("folder seen", json.dumps([machine_id(), sees_folder(folder, group)]))
     writers = json.loads(group.broadcast("writers", json.dumps(_writers([json.loads(answer) for answer in answers]))))
     return group.index in writers
+
+
+def sees_folder(folder: Path, group: ProcessGroup) -> bool:
+    """Return whether this process sees the folder of process 0, which creates it; all processes call it together.
+
+    Process 0 writes a probe there, a file that the others look for.
+
+    Args:
+        folder: The folder.
+        group: The processes of the job.
+
+    Raises:
+        PrepError: Process 0 cannot write to the folder.
+    """
+    probe, why = folder / f"{PROBE_PREFIX}{uuid.uuid4().hex}", ""
+    if group.index == 0:
+        try:
+            _create_probe(probe)
+        except OSError as error:
+            why = error.strerror or str(error)
+    name, why = json.loads(group.broadcast("probe", json.dumps([probe.name, why])))
+    if why:
+        raise PrepError(f"process 0 cannot write to {folder}", why)
+    is_seen = os.path.exists(folder / name)
+    group.barrier("probe seen")
+    if group.index == 0:
+        probe.unlink(missing_ok=True)
+    return is_seen
+
+
+def _create_probe(probe: Path) -> None:
+    """Create an empty file and its folder; remove probes of killed processes."""
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in probe.parent.glob(f"{PROBE_PREFIX}*"):
+        with suppress(OSError):  # another job removes it, or owns it
+            if time.time() - leftover.stat().st_mtime > PROBE_S:
+                leftover.unlink()
+    probe.touch()
 
 
 def _writers(answers: Sequence[tuple[str, bool]]) -> list[int]:

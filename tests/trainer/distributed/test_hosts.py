@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,16 @@ def test_one_process_writes_each_folder(tmp_path: Path, num_shared: int, writers
         return hosts.writes_shared_folder(folder, process)
 
     assert run_processes(4, writes) == writers
-    assert list(tmp_path.rglob("probe-*")) == []
+    assert list(tmp_path.rglob(f"{hosts.PROBE_PREFIX}*")) == []
+
+
+def test_sees_folder_removes_only_old_probes(tmp_path: Path):
+    old, new = (tmp_path / f"{hosts.PROBE_PREFIX}{age}" for age in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    assert hosts.sees_folder(tmp_path, SingleProcess())
+    assert list(tmp_path.iterdir()) == [new], "another job may use it"
 
 
 def test_writers_are_one_process_of_each_other_host():

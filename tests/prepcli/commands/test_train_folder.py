@@ -1,4 +1,4 @@
-"""All processes must see the run's folder of process 0."""
+"""The folder of a run: all processes must see that of process 0, and it may hold no other files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.commands.train_folder import check_run_folder, check_shared_folder
 from prepcli.errors import PrepError
-from prepcli.execution.shared_folder import TOKEN_PREFIX, check_shared_folder
 from tests.helpers.thread_groups import run_together
+from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.distributed.process_group import SingleProcess
 
 
@@ -31,13 +32,7 @@ def test_check_shared_folder_fails_in_all_processes(tmp_path: Path):
 def test_check_shared_folder_names_an_unwritable_folder(tmp_path: Path):
     (tmp_path / "file").touch()
     errors = run_together(2, lambda group: check_shared_folder(tmp_path / "file/run", group))
-    assert all("cannot read or write" in error.what for error in errors)
-
-
-def test_check_shared_folder_removes_tokens_of_killed_processes(tmp_path: Path):
-    (tmp_path / f"{TOKEN_PREFIX}old").touch()
-    check_shared_folder(tmp_path, SingleProcess())
-    assert list(tmp_path.iterdir()) == []
+    assert [error.what for error in errors] == [f"process 0 cannot write to {tmp_path}/file/run"] * 2
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "1"])
@@ -45,3 +40,11 @@ def test_check_shared_folder_keeps_other_files(tmp_path: Path, name: str):
     (tmp_path / name).touch()
     check_shared_folder(tmp_path, SingleProcess())
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_check_run_folder_accepts_a_probe_of_a_killed_start(tmp_path: Path):
+    (tmp_path / f"{PROBE_PREFIX}old").touch()
+    check_run_folder(tmp_path)
+    (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")
+    with pytest.raises(PrepError, match="is not a run"):
+        check_run_folder(tmp_path)
