@@ -221,9 +221,6 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
 
 
 def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
-    from trainer.distributed.hosts import processes_per_host
-
-    num_processes = processes_per_host(run.group)
     return RunFolder(
         run.folder,
         run.start_checkpoint,
@@ -233,6 +230,6 @@ def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
         mesh=mesh,
         rules=run.recipe.rules,
         group=run.group,
-        free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // num_processes,
+        free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // run.processes_per_host,
         note=ui.warn,
     )

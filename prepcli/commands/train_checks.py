@@ -38,6 +38,7 @@ def check_machine(
     *,
     folder: Path,
     group: ProcessGroup,
+    processes_per_host: int,
     ui: Ui,
     is_dry_run: bool,
     force: bool,
@@ -50,6 +51,7 @@ def check_machine(
         sharding: Mesh and devices.
         folder: Folder of the run; process 0 checks its disk.
         group: Processes of the run.
+        processes_per_host: Processes of the run on one host, which share its memory.
         ui: Prints notes and warnings.
         is_dry_run: Whether to print the estimate.
         force: Whether to warn, instead of to fail, if the estimate exceeds the memory.
@@ -60,9 +62,7 @@ def check_machine(
     Raises:
         PrepError: The run cannot work on this machine.
     """
-    from trainer.distributed.hosts import processes_per_host
-
-    plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host(group))
+    plan, available = plan_run(recipe, model, sharding, num_processes=processes_per_host)
     if is_dry_run:
         ui.note(memory_table(plan.inputs, plan.memory, format_bytes(available) if available else "unknown"))
     if group.index == 0:

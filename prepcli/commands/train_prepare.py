@@ -51,6 +51,7 @@ def prepare_run(
     Raises:
         PrepError: The recipe does not fit the model, the machine, the data or the run so far.
     """
+    from trainer.distributed import hosts
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
 
@@ -61,12 +62,14 @@ def prepare_run(
     setup.check_seq_length(recipe.data, model)
     dropout = run_dropout(recipe, manifest["config"])
     kernel = choose_kernel(recipe, model, sharding, warn=ui.warn, dropout=dropout)
+    processes_per_host = hosts.processes_per_host(group)
     memory = check_machine(
         with_values(recipe, {"model.attention_kernel": kernel.name}),
         model_of_manifest(manifest),
         sharding,
         folder=folder,
         group=group,
+        processes_per_host=processes_per_host,
         ui=ui,
         is_dry_run=request.dry_run,
         force=request.force,
@@ -103,6 +106,7 @@ def prepare_run(
         kernel=kernel,
         memory=memory,
         group=group,
+        processes_per_host=processes_per_host,
     )
     if group.index == 0:  # the others may not see the run's folder
         _check_job(run, manifest, model, ui)

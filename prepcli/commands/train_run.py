@@ -45,6 +45,7 @@ class Run:
     kernel: KernelChoice
     memory: dict[str, Any]  # estimate in bytes
     group: ProcessGroup
+    processes_per_host: int  # largest number on one host
 
     @property
     def recipe(self) -> Recipe:
