@@ -255,11 +255,6 @@ def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
         raise PrepError("out of device memory", str(error).partition("\n")[0], hint) from error
 
 
-def sharding_without_devices(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> ShardingContext:
-    """Return a context that computes specs but cannot place arrays."""
-    return ShardingContext(mesh=mesh, rules=rules, device_mesh=None)
-
-
 def _make_device_mesh(mesh: Mesh, devices: Sequence[Any], grid: np.ndarray | None) -> jax.sharding.Mesh:
     """Create the mesh: of a grid of devices in slices, or with devices in plain order or placed by topology."""
     axis_types = (AxisType.Auto,) * len(mesh.names)

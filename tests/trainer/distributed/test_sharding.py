@@ -26,7 +26,6 @@ from trainer.distributed.sharding import (
     jax_partition_spec,
     make_sharding_context,
     param_nbytes_per_device,
-    sharding_without_devices,
 )
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
@@ -167,7 +166,7 @@ def test_loss_and_gradients_do_not_depend_on_rules(rules: str, name: str, mesh: 
 
 
 def test_batch_keeps_its_axes_with_rules_that_use_them():
-    sharding = sharding_without_devices(parse_mesh("2,2,2"), merge_rules(("heads=fsdp|mp", "mlp=dp+mp", "vocab=dp")))
+    sharding = ShardingContext(parse_mesh("2,2,2"), merge_rules(("heads=fsdp|mp", "mlp=dp+mp", "vocab=dp")))
     shapes = {"heads": (8, 16, 4, 8), "mlp": (8, 16, 64), "vocab": (8, 16, 64)}
     dims = {name: ("batch", "seq", name, "head_dim")[: len(shape)] for name, shape in shapes.items()}
     specs = {name: sharding._activation_spec(shape, dims[name]) for name, shape in shapes.items()}
@@ -255,7 +254,7 @@ def test_param_sharding_follows_rules(mesh: str, name: str):
 
 
 def test_jax_partition_spec_names_mesh_axes():
-    sharding = sharding_without_devices(parse_mesh("2,2,2"))
+    sharding = ShardingContext(parse_mesh("2,2,2"))
     leaves = tiny_transformer(CONFIGS["llama"]).model.leaves
     expected = {
         "embed.tokens": PartitionSpec("mp", "fsdp"),
@@ -273,7 +272,7 @@ def test_jax_partition_spec_names_mesh_axes():
 
 
 def test_indivisible_kv_heads_are_not_split():
-    sharding = sharding_without_devices(parse_mesh("1,2,4"))
+    sharding = ShardingContext(parse_mesh("1,2,4"))
     spec = sharding.param_spec(tiny_transformer(CONFIGS["llama"]).model.leaves["layers.attn.k.weight"])
     assert spec
     assert spec.shards_per_dim == (1, 1, 1, 2)
@@ -290,7 +289,7 @@ def test_indivisible_kv_heads_are_not_split():
 )
 def test_indivisible_param_dim_is_rejected(changes: dict[str, Any], dim: str):
     config = {**CONFIGS["llama"], "true_vocab_size": 61, **changes}
-    sharding = sharding_without_devices(parse_mesh("1,2,4"))
+    sharding = ShardingContext(parse_mesh("1,2,4"))
     with pytest.raises(PrepError, match=f"{dim} cannot be split over mp 4") as caught:
         [sharding.param_spec(leaf) for leaf in tiny_transformer(config).model.leaves.values()]
     assert caught.value.code == USAGE

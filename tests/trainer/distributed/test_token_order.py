@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import pytest
 
 from tests.helpers.meshes import error_of
-from trainer.distributed.sharding import ShardingContext, sharding_without_devices
+from trainer.distributed.sharding import ShardingContext
 from trainer.distributed.token_order import order_tokens, token_order
 from trainer.models.mesh import parse_mesh
 
 
 def mesh_of(text: str) -> ShardingContext:
     """Return the context of a mesh without devices."""
-    return sharding_without_devices(parse_mesh(text))
+    return ShardingContext(parse_mesh(text))
 
 
 def test_token_order_pairs_blocks_from_both_ends():

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import make_job, make_setup
-from trainer.distributed.sharding import ShardingContext, sharding_without_devices
+from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.rule_text import merge_rules
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.preflight import check_batch, check_devices, check_inputs, run_warnings
 
-SHARDING = sharding_without_devices(parse_mesh("1,2,4"))
+SHARDING = ShardingContext(parse_mesh("1,2,4"))
 RECIPE = """\
 [model]
 path = "m"
@@ -82,7 +82,7 @@ def test_check_batch_rejects_indivisible_batch(override: str, what: str):
 
 
 def test_check_batch_follows_activation_rules():
-    whole_batch = sharding_without_devices(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
+    whole_batch = ShardingContext(parse_mesh("1,2,4"), merge_rules(["act:batch=dp"]))
     check_batch(load_test_recipe("batch.size=7"), whole_batch)
 
 

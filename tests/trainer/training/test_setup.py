@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.tiny_configs import LLAMA, MIXTRAL
 from tests.trainer.training.test_preflight import RECIPE
-from trainer.distributed.sharding import sharding_without_devices
+from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import ANY_ACCELERATOR, DeviceKind
 from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
@@ -18,7 +18,7 @@ from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.recipe import load_recipe
 from trainer.training.setup import build_step_setup, check_model_layout
 
-SHARDING = sharding_without_devices(parse_mesh("1,1,1"))
+SHARDING = ShardingContext(parse_mesh("1,1,1"))
 
 
 @pytest.mark.parametrize("policy", ["dots_saveable", '["mlp_output"]', '["mlp_hidden"]'])
@@ -40,7 +40,7 @@ def build_forward_config(tmp_path: Path, *overrides: str, device: DeviceKind | N
     """Return the options of a step on two CPU devices, with 8 sequences of 300 tokens."""
     (tmp_path / "x.toml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "x.toml", ["data.seq_length=300", *overrides]).recipe
-    model, sharding = build_model(family_of(LLAMA), LLAMA, is_tied=False), sharding_without_devices(parse_mesh("1,2,1"))
+    model, sharding = build_model(family_of(LLAMA), LLAMA, is_tied=False), ShardingContext(parse_mesh("1,2,1"))
     return build_step_setup(recipe, model, sharding=sharding, kernel="blockwise", steps=9, device=device).forward_config
 
 
