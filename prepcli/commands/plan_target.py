@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.commands.conversion import make_access
+from prepcli.commands.random_start import random_config
 from prepcli.commands.recipes import recipes_folder
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
@@ -23,6 +24,7 @@ from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules
 from trainer.planning.model_shapes import PlannedModel, model_of_config, model_of_manifest
 from trainer.recipe import Recipe, complete_recipe, load_recipe
+from trainer.recipe.model_table import Model
 from trainer.recipe.raw_recipe import RawRecipe
 
 RECIPE_SUFFIX = ".toml"
@@ -76,7 +78,7 @@ def resolve_target(
     """
     if target.endswith(RECIPE_SUFFIX):
         recipe = load_recipe(_recipe_path(target), overrides).recipe
-        checkpoint = _read_checkpoint(recipe.model.path, config, offline=offline, ui=ui)
+        checkpoint = _read_start(recipe.model, config, offline=offline, ui=ui)
     else:
         checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
         mesh = checkpoint.manifest.get("mesh") or default_mesh
@@ -84,7 +86,7 @@ def resolve_target(
     rule_texts = recipe.rules if recipe.rules is not None else checkpoint.manifest.get("rules", ())
     return PlanTarget(
         recipe=recipe,
-        model=checkpoint.model.with_rope(recipe.model.rope_overrides),
+        model=checkpoint.model.of_recipe(recipe.model),
         rules=merge_rules(rule_texts, origin="rules"),
         rule_texts=tuple(rule_texts),
         origin=checkpoint.origin,
@@ -96,6 +98,15 @@ def _recipe_path(target: str) -> Path:
     path = Path(target)
     shipped = recipes_folder() / path.name
     return shipped if not path.exists() and shipped.is_file() else path
+
+
+def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
+    """Read the model that a recipe starts from."""
+    if table.path is not None:
+        return _read_checkpoint(table.path, config, offline=offline, ui=ui)
+    if config is not None:
+        return _Checkpoint(model_of_config(read_config(config)), str(config), {})
+    return _Checkpoint(model_of_config(random_config(table)), f"{table.preset or table.config}, random start", {})
 
 
 def _read_checkpoint(name: str, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:

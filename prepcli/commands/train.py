@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
+from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
 from prepcli.commands.train_folder import check_run_folder, check_shared_folder
@@ -180,10 +181,12 @@ def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainState:
-    """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
-    from trainer.training.loading import init_state, restore_state
+def _load_train_state(run: Run, reader: ItemReader | WeightsReader | RandomReader) -> TrainState:
+    """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
+    from trainer.training.loading import init_state, random_state, restore_state
 
+    if isinstance(reader, RandomReader):
+        return random_state(run.job.setup, run.recipe.seed)
     if not run.step:
         return init_state(reader, run.job.setup)
     if not any(name.startswith("opt_state.") for name in reader.leaves):

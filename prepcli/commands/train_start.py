@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import output_config
+from prepcli.commands.random_start import RandomReader, random_config, random_start, tokenizer_folder
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
@@ -26,8 +27,8 @@ from prepcli.sources.opening import open_source
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config
 from prepcli.targets.hf_folder import copied_files
 from prepcli.targets.training_step import StartModel
-from trainer.models.rope_overrides import override_rope
 from trainer.models.rule_text import merge_rules
+from trainer.planning.model_shapes import recipe_config
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -84,12 +85,12 @@ class StartCheckpoint:
     """Open checkpoint that a run starts or resumes from.
 
     Attributes:
-        reader: Reader of its parameters, and of the training state if it is a step.
-        model: Folder of an Orbax checkpoint of prep, or the settings and files of a model of another format.
+        reader: Reader of its parameters, and of the training state if it is a step; of no leaves for a random start.
+        model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
         tokenizer_folder: Folder with the tokenizer.
     """
 
-    reader: ItemReader | WeightsReader
+    reader: ItemReader | WeightsReader | RandomReader
     model: Path | StartModel
     tokenizer_folder: Path
 
@@ -131,7 +132,7 @@ def open_model_start(
     verify: bool,
     check_config: Callable[[Mapping[str, Any]], None],
 ) -> StartCheckpoint:
-    """Open the recipe's model, of any format; its tensors are converted while they are read.
+    """Open the recipe's model: a checkpoint of any format, converted while it is read, or a random start.
 
     Args:
         recipe: The recipe.
@@ -147,6 +148,8 @@ def open_model_start(
     """
     from trainer.training.preflight import check_batch
 
+    if recipe.model.path is None:
+        return _open_random_start(recipe, sharding, check_config)
     located = locate(recipe.model.path, access=access)
     check_stream(access.stream, located)
     path, is_local = located.local_files.path, located.local_files.remote is None
@@ -154,13 +157,23 @@ def open_model_start(
         return open_orbax_start(path, folder, verify=verify)
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
-        check_config(override_rope(read_config(path / CONFIG), recipe.model.rope_overrides))
+        check_config(recipe_config(read_config(path / CONFIG), recipe.model))
     source = open_source(located)
     rules = source.tree_manifest.get("rules", ()) if recipe.rules is None else recipe.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
     manifest = _start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
     files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
     return StartCheckpoint(reader, StartModel(manifest, files), _tokenizer_folder(source))
+
+
+def _open_random_start(
+    recipe: Recipe, sharding: ShardingContext, check_config: Callable[[Mapping[str, Any]], None]
+) -> StartCheckpoint:
+    """Return the start of a run with random parameters; arguments as for `open_model_start`."""
+    assert sharding.mesh is not None
+    model = random_start(recipe, sharding.mesh, recipe.rules or ())
+    check_config(recipe_config(random_config(recipe.model), recipe.model))
+    return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
 
 
 def _start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:

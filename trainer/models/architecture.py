@@ -108,6 +108,7 @@ class ArchConfig:
         relative_position_bias: Bias of attention scores by relative position.
         lm_head_input_scale: Factor of the hidden states before the head.
         encoder: Architecture of the encoder whose output the layers attend to; its attention is bidirectional.
+        leaf_init_stds: End of a leaf's path -> its standard deviation, for leaves with another one.
     """
 
     norm: Literal["layer", "rms", "rms_offset"]
@@ -133,11 +134,16 @@ class ArchConfig:
     relative_position_bias: RelativePositionBias | None = None
     lm_head_input_scale: float = 1.0
     encoder: ArchConfig | None = None
+    leaf_init_stds: tuple[tuple[str, float], ...] = ()
 
     @property
     def has_learned_positions(self) -> bool:
         """Whether the model adds a learned embedding of each position."""
         return self.rope is None and self.relative_position_bias is None
+
+    def leaf_init_std(self, path: str) -> float:
+        """Return the standard deviation of the initial values of a matrix or an embedding."""
+        return next((std for suffix, std in self.leaf_init_stds if path.endswith(suffix)), self.init_std)
 
     def rope_for(self, window: int) -> Rope | None:
         """Return the rotary embedding of layers with this sliding window."""

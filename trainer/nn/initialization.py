@@ -28,14 +28,26 @@ def init_params(model: ModelSpec, seed: int) -> Tree:
         Nested dict of float32 arrays.
     """
     key = jax.random.key(seed)
-    return unflatten_tree({path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()})
+    leaves = {path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()}
+    return unflatten_tree(
+        {path: _clear_padding(values, model.leaves[path], model.true_vocab_size) for path, values in leaves.items()}
+    )
+
+
+def _clear_padding(values: Array, leaf: ParamLeaf, true_vocab_size: int) -> Array:
+    """Set the rows of padded token ids to zero, as `prep pad-vocab` does."""
+    axis = next((axis for axis, dim in enumerate(leaf.dims) if dim[:1] == ("vocab",)), None)
+    if axis is None or leaf.shape[axis] == true_vocab_size:
+        return values
+    is_true = jnp.arange(leaf.shape[axis]) < true_vocab_size
+    return jnp.where(is_true.reshape([-1 if i == axis else 1 for i in range(values.ndim)]), values, 0.0)
 
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
     """Initialize one leaf with a key derived from its path without layer numbers."""
-    std = arch_config.init_std
     if leaf.role in ("scale", "bias"):
         return jnp.full(leaf.shape, float(leaf.role == "scale" and arch_config.norm != "rms_offset"), jnp.float32)
+    std = arch_config.leaf_init_std(leaf.path_pattern)
     leaf_key = jax.random.fold_in(key, zlib.crc32(re.sub(r"\{\w+\}\.", "", leaf.path_pattern).encode()))
     axis = leaf.stack_axis
     if axis is not None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.models.config_overrides import override_fields
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import HFConfig
 from trainer.models.partition import vocab_multiple
 from trainer.models.registry import family_of
-from trainer.models.rope_overrides import RopeOverrides, override_rope
+from trainer.models.rope_overrides import override_rope
 from trainer.models.rules import Rules
 from trainer.planning.step_inputs import ModelShapes
+from trainer.recipe.model_table import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,22 @@ class PlannedModel:
         """Return the parameters of a config with the layout of this model."""
         return param_leaves(family_of(config), config, self.is_tied, scan=self.scan, scan_axis=self.scan_axis)
 
-    def with_rope(self, overrides: RopeOverrides) -> PlannedModel:
-        """Return the model with the recipe's rotary embedding.
+    def of_recipe(self, table: Model) -> PlannedModel:
+        """Return the model with the changes of a recipe; see `recipe_config`."""
+        return replace(self, config=recipe_config(self.config, table))
 
-        Raises:
-            UsageError: The model does not support it.
-        """
-        config = override_rope(dict(self.config), overrides)
-        return PlannedModel(config, self.is_tied, self.scan, self.scan_axis, self.is_converted)
+
+def recipe_config(config: HFConfig, table: Model) -> HFConfig:
+    """Return a config.json with the overrides and the rotary embedding of a recipe.
+
+    Args:
+        config: Content of the config.json.
+        table: The recipe's `[model]`.
+
+    Raises:
+        PrepError: The model does not support the rotary embedding, or a field or its value is invalid.
+    """
+    return override_rope(override_fields(config, table.overrides), table.rope_overrides)
 
 
 def model_of_config(config: HFConfig, *, has_stored_head: bool = False) -> PlannedModel:

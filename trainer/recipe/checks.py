@@ -51,6 +51,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
     yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
     yield from _overflow_problems(recipe)
+    yield from _start_problems(recipe)
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)
     yield from _dropout_problems(recipe)
@@ -87,6 +88,29 @@ def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Prob
         check()
     except PrepError as error:
         yield Problem(keys, error.what, error.why, error.hint)
+
+
+def _start_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys of another kind of start than that of `model.init`; a missing path is reported by the loader."""
+    model = recipe.model
+    if not model.is_random:
+        for key in ("model.preset", "model.config"):
+            if value_of(recipe, key) is not None:
+                why = "it is for a random start, and `model.init` is checkpoint"
+                yield Problem((key,), _key_is(recipe, key), why, '`init = "random"` in [model], without `path`')
+        return
+    if model.path is not None:
+        why = "no checkpoint is read: `model.init` is random"
+        yield Problem(("model.path",), _key_is(recipe, "model.path"), why, "remove one of them")
+    if model.preset is not None and model.config is not None:
+        yield _exclusive_keys(recipe, "model.preset", "model.config", "both set the config of the model")
+    if model.preset is None and model.config is None:
+        why = "neither `preset` nor `config` is set, and `init` is random"
+        yield Problem(("model.init",), "`model` does not set the config of the model", why, '`preset = "gpt2"`')
+
+
+def _key_is(recipe: Recipe, key: str) -> str:
+    return f"`{key}` is {format_value(value_of(recipe, key))}"
 
 
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:

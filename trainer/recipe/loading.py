@@ -67,7 +67,7 @@ def complete_recipe(raw: RawRecipe, overrides: Sequence[str] = ()) -> LoadedReci
     raw, diagnostics = apply_overrides(raw, overrides)
     unknown_key_diagnostics, intended_keys = _check_unknown_keys(raw)
     expanded, path_diagnostics = _expand_paths(raw)
-    diagnostics += [*unknown_key_diagnostics, *path_diagnostics]
+    diagnostics += [*unknown_key_diagnostics, *path_diagnostics, *_missing_start(raw, intended_keys)]
     recipe = _validate(expanded, raw, intended_keys)
     if isinstance(recipe, Recipe):
         # An unknown key may be the cause of a conflict in the table of the key that it stands for.
@@ -106,6 +106,13 @@ def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
         if isinstance(value, dict):
             intended_keys |= {f"{suggest(path, TABLE_NAMES)}.{key}" for key in value}
     return diagnostics, intended_keys - {""}
+
+
+def _missing_start(raw: RawRecipe, intended_keys: Collection[str]) -> list[Diagnostic]:
+    """Return the diagnostic of a missing `model.path`, unless the start is random."""
+    key = "model.path"
+    is_random = raw.has("model.init") and raw.get("model.init") == "random"
+    return [] if raw.has(key) or is_random or key in intended_keys else [_missing_key(key, raw)]
 
 
 def _origins(raw: RawRecipe) -> dict[str, str]:

@@ -17,6 +17,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "data_parallel_shard_degree", "data_parallel_replicate_degree", "fsdp", "ici_fsdp_parallelism",
         "ici_tensor_parallelism", "n_devices", "num_devices", "devices",
     ),
+    "model.preset": ("load_llama_config", "load_gpt_config", "load_opt_config", "load_gptj_config", "size"),
+    "model.config": ("config_name", "config_path", "model_config"),
+    "model.overrides": ("config_overrides", "update_llama_config", "update_gpt_config", "update_opt_config"),
     "model.path": (
         "model", "model_name_or_path", "model_name", "pretrained_model_name_or_path", "checkpoint_path",
         "load_checkpoint", "load_parameters_path", "initial_load_path", "init_from", "initialize_from_hf",
@@ -151,8 +154,8 @@ ADVICE: Mapping[str, str] = {
         "metrics are written to RUN/metrics.jsonl",
     ),
     **dict.fromkeys(
-        ("config_name", "model_type", "load_llama_config", "architecture"),
-        "the model's config is part of the checkpoint that `model.path` names",
+        ("model_type", "architecture"),
+        'the config of `model.path` sets it; `init = "random"` and `preset` or `config` start without a checkpoint',
     ),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import jax
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.models.checkpoint_store import CheckpointReader
 from trainer.models.param_tree import Tree, unflatten_tree
+from trainer.nn.initialization import init_params
 from trainer.nn.model_spec import ModelSpec
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
@@ -42,6 +43,13 @@ def init_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
         out_shardings=_without_params(shardings),
     )
     return {"params": load_float32_params(reader, setup), **init_rest()}
+
+
+def random_state(setup: StepSetup, seed: int) -> TrainState:
+    """Return the state before the first step of a model with random parameters, which do not depend on the mesh."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, _sharded_shapes(setup))
+    init = jax.jit(lambda: init_train_state(init_params(setup.model, seed), setup), out_shardings=shardings)
+    return init()
 
 
 def _without_params(state: TrainState) -> TrainState:

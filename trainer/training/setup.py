@@ -29,6 +29,7 @@ from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
+from trainer.planning.model_shapes import recipe_config
 from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
@@ -63,14 +64,17 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
 
 
 def override_config(manifest: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the manifest of a start checkpoint, with the recipe's rotary embedding in its config.
+    """Return the manifest of a start checkpoint, with the recipe's changes of its config.
 
-    The manifest of a step to resume from has it already.
+    The manifest of a step to resume from has them already.
 
     Raises:
-        UsageError: The model does not support the recipe's rotary embedding.
+        PrepError: The model does not support the recipe's rotary embedding, or a field or its value is invalid.
     """
-    return {**manifest, "config": override_rope(manifest["config"], recipe.model.rope_overrides)}
+    table = recipe.model
+    if table.is_random:  # its overrides are in the config; the vocabulary may have been padded since
+        return {**manifest, "config": override_rope(manifest["config"], table.rope_overrides)}
+    return {**manifest, "config": recipe_config(manifest["config"], table)}
 
 
 def check_model_layout(recipe: Recipe, model: ModelSpec, sharding: ShardingContext) -> None:

@@ -1,4 +1,4 @@
-"""Published configs against the parameter counts of the aliases."""
+"""Published configs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import math
 import pytest
 
 from prepcli.sources.aliases import ALIASES_BY_NAME
+from trainer.models.errors import UsageError
 from trainer.models.param_tree import param_leaves
-from trainer.models.presets import PRESETS, preset_name
+from trainer.models.presets import PRESETS, find_preset
 from trainer.models.registry import family_of
+from trainer.planning.model_shapes import model_of_config
+
+OTHER_PARAMETERS = {"open-llama-3b": 3_426_473_600}  # of models without an alias
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_parameters_of_their_aliases(name: str):
-    family, alias = family_of(PRESETS[name]), ALIASES_BY_NAME[name]
-    leaves = param_leaves(family, PRESETS[name], family.is_tied(PRESETS[name]))
-    assert sum(math.prod(leaf.shape) for leaf in leaves.values()) == alias.parameters
-    assert (family.name, family.sizes(PRESETS[name])["vocab"]) == (alias.family, alias.vocab)
+def test_preset_has_the_published_number_of_parameters(name: str):
+    config = PRESETS[name]
+    leaves = param_leaves(family_of(config), config, model_of_config(config).is_tied)
+    alias = ALIASES_BY_NAME.get(name)
+    expected = alias.parameters if alias else OTHER_PARAMETERS[name]
+    assert sum(math.prod(leaf.shape) for leaf in leaves.values()) == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("llama-7b", "llama-7b"),
-        ("runs/llama-7b-init", "llama-7b"),
-        ("gpt-neo-1.3B-padded-init", "gpt-neo-1.3B"),
-        ("my-model-init", None),
-        ("-init", None),
-        ("", None),
-    ],
-)
-def test_preset_name_ignores_folders_and_suffixes(path: str, name: str | None):
-    assert preset_name(path) == name
+def test_unknown_preset_suggests_a_name():
+    with pytest.raises(UsageError) as raised:
+        find_preset("llama-7B")
+    assert raised.value.hint == "did you mean `llama-7b`?"

@@ -119,7 +119,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix"}
+    conflicting |= {"data.source_length", "data.source_prefix", *START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in KEY_SCHEMAS.items()
@@ -160,7 +160,9 @@ def test_schema_is_strict_json_schema():
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
+START_KEYS = ("model.init", "model.preset", "model.config")  # of a random start, instead of `model.path`
 VALUES_BY_KEY = {
+    "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
     "rules": st.sampled_from(["embed=none", ["embed=fsdp+sp", "kv_heads=mp|none"]]),
@@ -214,9 +216,10 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded |= {"data.source_length", "data.source_prefix"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
-    excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
+    excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
+    required |= {"model.path"}
     optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
     values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}

@@ -18,7 +18,7 @@ DIGESTS = {  # SHA-256 of the complete recipes
 ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
-    *("reduction", "reduction_shards"),
+    *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -32,6 +32,10 @@ mesh = "4,1,2"
 
 [model]
 path = "flan-t5-base-init"
+init = "checkpoint"                             # default
+# preset: no preset                             # default
+# config: the config of `path` or `preset`      # default
+# overrides: no changes                         # default
 dtype = "float32"                               # default
 scan_layers = true                              # default
 remat_policy = "nothing_saveable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from trainer.models.architecture import ArchConfig, reject_unsupported_fields
 from trainer.models.dropout_config import DropoutFields
@@ -25,9 +26,13 @@ def arch_config(config: HFConfig) -> ArchConfig:
     `reorder_and_upcast_attn` asks for attention scores in float32. The trainer always computes them so.
     """
     reject_unsupported_fields(config, INVERSE_LAYER_SCALE_FIELD)
+    axis_sizes = sizes(config)
+    arch = _gpt_style.arch_config(config, axis_sizes)
+    residual_std = arch.init_std / math.sqrt(2 * axis_sizes["layers"])  # GPT-2's scheme for residual connections
     arch = dataclasses.replace(
-        _gpt_style.arch_config(config, sizes(config)),
+        arch,
         scale_attn_by_inverse_layer_idx=bool(config.get(INVERSE_LAYER_SCALE_FIELD)),
+        leaf_init_stds=(("attn.o.weight", residual_std), ("mlp.down.weight", residual_std)),
     )
     return arch if config.get("scale_attn_weights", True) else dataclasses.replace(arch, attn_scale=1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from trainer.models.architecture import (
     FULL_ATTENTION,
@@ -62,6 +63,7 @@ def arch_config(config: HFConfig) -> ArchConfig:
         max_positions=0,
         init_std=read_positive(config, "initializer_factor", 1.0) * axis_sizes["embed"] ** -0.5,
     )
+    decoder = dataclasses.replace(decoder, leaf_init_stds=_leaf_init_stds(config, axis_sizes))
     encoder = dataclasses.replace(
         decoder,
         sliding_windows=(FULL_ATTENTION,) * axis_sizes["encoder_layers"],
@@ -69,6 +71,18 @@ def arch_config(config: HFConfig) -> ArchConfig:
     )
     scale = axis_sizes["embed"] ** -0.5 if _scales_decoder_output(config) else 1.0
     return dataclasses.replace(decoder, encoder=encoder, lm_head_input_scale=scale)
+
+
+def _leaf_init_stds(config: HFConfig, axis_sizes: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
+    """Return the standard deviations of Mesh TensorFlow's T5; those of queries include the scale of attention."""
+    factor, embed = read_positive(config, "initializer_factor", 1.0), axis_sizes["embed"]
+    return (
+        ("embed.tokens", factor),
+        ("head.weight", factor),
+        (".q.weight", factor * (embed * axis_sizes["head_dim"]) ** -0.5),
+        (".o.weight", factor * (axis_sizes["heads"] * axis_sizes["head_dim"]) ** -0.5),
+        ("mlp.down.weight", factor * axis_sizes["mlp"] ** -0.5),
+    )
 
 
 def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:

@@ -1,0 +1,65 @@
+"""Typed changes of a Hugging Face config by a recipe. No I/O, no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.models.dropout_config import DROPOUT_SITES
+from trainer.models.errors import usage_error
+from trainer.models.parameters import HFConfig
+from trainer.models.presets import PRESETS
+from trainer.models.registry import family_of, fields_read
+from trainer.models.suggest import did_you_mean
+
+OVERRIDES_KEY = "model.overrides"
+TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
+
+
+def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config with other values of some fields.
+
+    Args:
+        config: Content of a config.json.
+        overrides: Field -> value. A field of the config keeps its type.
+
+    Raises:
+        UsageError: Neither the config nor its family has such a field, or the value has another type.
+        PrepError: The family is not supported, or the changed config is invalid.
+    """
+    changed = {**config, **(overrides or {})}
+    if overrides:
+        for field, value in overrides.items():
+            _check_field(config, field, value)
+        family_of(config).arch_config(changed)
+    return changed
+
+
+def _check_field(config: HFConfig, field: str, value: Any) -> None:
+    known = _known_fields(config)
+    if field not in known:
+        why = f"neither the config.json nor the family {config.get('model_type')} has this field"
+        raise usage_error(f"`{OVERRIDES_KEY}` has the unknown field `{field:.60}`", why, did_you_mean(field, known))
+    current = config.get(field)
+    if field == "model_type" and value != current:
+        raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", f"the config is of {current}", "another config")
+    if current is not None and not _has_type_of(value, current):
+        what = f"`{OVERRIDES_KEY}` sets `{field}` to {value!r:.60}"
+        raise usage_error(what, f"it must be {TYPE_NAMES[type(current)]}, such as {current!r:.60}")
+
+
+def _known_fields(config: HFConfig) -> set[str]:
+    """Return the fields of a config, of its family, and of published configs of the family."""
+    family = family_of(config)
+    published = (preset for preset in PRESETS.values() if preset["model_type"] == family.name)
+    rates = (getattr(family.dropout_fields, site) for site in DROPOUT_SITES)
+    dropout_fields = {rate[0] for rate in rates if rate is not None}
+    return {*config, *fields_read(family), *dropout_fields, *TOKEN_ID_FIELDS}.union(*published)
+
+
+def _has_type_of(value: Any, current: Any) -> bool:
+    """Return whether a value has the type of the current one; an integer is also a number."""
+    if isinstance(current, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(current)
