@@ -12,7 +12,7 @@ from prepcli.cli.main import main
 from prepcli.errors import OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
-from tests.prepcli.commands.test_train import RECIPE, make_training_folder, write_tokenizer
+from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
 
 RANDOM = RECIPE.replace(
     'path = "tiny-init"', 'init = "random"\nconfig = "tiny"\noverrides = { num_hidden_layers = 2, vocab_size = 133 }'
