@@ -114,7 +114,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             return finished_report(run)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
-        state = _load_train_state(run, start.reader)
+        with start.rename_in_errors():
+            state = _load_train_state(run, start.reader)
     return _run_training(run, state, restart=request.restart, job=job)
 
 

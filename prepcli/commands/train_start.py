@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
 from prepcli.execution.run_place import RunPlace
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import STATE_ITEM, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
+from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.params import open_weights
@@ -83,6 +85,7 @@ class StartCheckpoint:
         tokenizer_folder: Folder with the tokenizer.
         resume_step: Step of the run that the checkpoint is; 0 if it is another model.
         hint: The user's options if the checkpoint is damaged.
+        name: URL of the checkpoint, if its folder has only placeholders of its files.
     """
 
     reader: ItemReader | WeightsReader
@@ -90,6 +93,13 @@ class StartCheckpoint:
     tokenizer_folder: Path
     resume_step: int = 0
     hint: str = RECREATE_HINT
+    name: str = ""
+
+    def rename_in_errors(self) -> AbstractContextManager[None]:
+        """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
+        if not (self.name and isinstance(self.reader, ItemReader)):
+            return nullcontext()
+        return rename_in_errors(self.reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -108,7 +118,7 @@ class StartCheckpoint:
         """
         if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
             return
-        source = open_source(locate(str(self.reader.folder)))
+        source = open_source(locate(self.name or str(self.reader.folder), access=Access(allow_urls=True)))
         tensors = source.all_tensors if has_state else source.tensors
         check_without_checksums(source, tensors, ui, hint=self.hint)
 
@@ -116,8 +126,8 @@ class StartCheckpoint:
 def open_last_step(place: RunPlace, step: int, *, verify: bool) -> StartCheckpoint:
     """Open the last step of a run, to resume from it."""
     hint = damage_hint(place)
-    reader = place.open_step(step, verify, hint)
-    return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER, int(reader.manifest["step"]), hint)
+    reader, name = place.open_step(step, verify, hint), "" if place.is_on_disk else place.step_name(step)
+    return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER, int(reader.manifest["step"]), hint, name)
 
 
 def _open_orbax_start(path: Path, *, verify: bool) -> StartCheckpoint:

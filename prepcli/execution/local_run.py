@@ -10,14 +10,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.paths import fsync_path, remove_path
-from prepcli.execution.run_place import TOKENS_FOLDER, StepSave
+from prepcli.execution.run_place import StepSave
 from prepcli.execution.shared_folder import TOKEN_PREFIX
 from prepcli.execution.staging import remove_work_folder
 from prepcli.execution.step_writer import StepWriter
@@ -32,7 +32,6 @@ from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 LOCK = ".lock"
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
-INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
 
 class LocalRun:
@@ -40,9 +39,14 @@ class LocalRun:
 
     is_on_disk = True
 
-    def __init__(self, folder: Path) -> None:
-        """Set the folder, which need not exist."""
-        self.local_folder = folder
+    def __init__(self, folder: Path, start_files: Sequence[str] = ()) -> None:
+        """Set the folder, which need not exist.
+
+        Args:
+            folder: The folder.
+            start_files: Names of which one exists in the folder of a start that failed early.
+        """
+        self.local_folder, self._start_files = folder, start_files
         self._lock = -1
 
     @property
@@ -57,15 +61,11 @@ class LocalRun:
     def check(self) -> None:
         """Check that a run may be written to the folder.
 
-        The folder of a failed or killed start may contain only tokens or a lock, or an init of an earlier prep.
-
         Raises:
             PrepError: The path is a file, or a folder that is neither empty nor a run.
         """
-        from trainer.data.store import LOCK_FILE as TOKENS_LOCK
-
         folder = self.local_folder
-        run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
+        run_files = (RECIPE_FILE, LOCK, *self._start_files)
         is_run = bool(self.steps()) or any((folder / name).exists() for name in run_files)
         if folder.is_dir() and any(folder.iterdir()) and not is_run and not any(folder.glob(f"{TOKEN_PREFIX}*")):
             raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")

@@ -155,12 +155,15 @@ def _place(
 
 def _move_chunks(plan: Plan, locations: Mapping[str, Mapping[ChunkIndex, tuple[int, int]]]) -> Plan:
     """Return the plan with other locations of its chunks."""
-    leaf_of = {chunks.placement: leaf.name for leaf in plan.leaves for chunks in leaf.placed_chunks}
-    placements = {name: ExplicitPlacement(chunks) for name, chunks in locations.items()}
+    placements = {
+        chunks.placement: ExplicitPlacement({index: locations[leaf.name][index] for index in chunks.indices()})
+        for leaf in plan.leaves
+        for chunks in leaf.placed_chunks
+    }
 
     def move(writes: Locations) -> Locations:
         return tuple(
-            replace(write, placement=placements[leaf_of[write.placement]])
+            replace(write, placement=placements[write.placement])
             for write in writes
             if isinstance(write, Region) and isinstance(write.placement, StridedPlacement)
         )

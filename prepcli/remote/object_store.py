@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -251,8 +251,10 @@ class Bucket:
         return written
 
     def delete(self, path: str) -> None:
-        """Delete an object."""
-        with self.translate_errors("write"):
+        """Delete an object, unless it is gone already."""
+        from obstore import exceptions
+
+        with self.translate_errors("write"), suppress(FileNotFoundError, exceptions.NotFoundError):
             self._call_with_timeout(lambda: self.store.delete(self.url.key(path)))
 
     def delete_files(self, paths: Sequence[str]) -> None:

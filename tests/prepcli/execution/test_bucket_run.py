@@ -15,7 +15,6 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.engine.budget import make_budget
-from prepcli.errors import PrepError
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.step_writer import MEMORY_NBYTES
