@@ -76,7 +76,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
     """Prepare the run, load its state and train."""
     group, ui = job.group, job.ui
     if group.index == 0:
-        place.check()
+        place.check(group.count)
     if group.count > 1 and place.is_on_disk and not request.dry_run:
         check_shared_folder(place.local_folder, group)
     if not place.is_on_disk:

@@ -69,12 +69,16 @@ class BucketRun:
         """Return 0 for several processes: each chunk is written by one of them."""
         return 0 if group.count > 1 else MIN_SPLIT_NBYTES
 
-    def check(self) -> None:
+    def check(self, num_processes: int) -> None:
         """Check that a run may be written below the URL.
 
         Raises:
-            PrepError: Other objects are there, or the store cannot be reached.
+            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
         """
+        if num_processes > MAX_PROCESSES:
+            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
+            hint = "`--out FOLDER` on a file system that all hosts share"
+            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
         paths = [file.path for file in self._list()]
         if paths and RECIPE_FILE not in paths and not self._known_steps:
             raise PrepError(f"{self.name} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out URL`")
@@ -152,9 +156,6 @@ class BucketRun:
             return replace(files, plan=plan)
         boxes = _share_boxes(save)
         with agree(save.group, f"{save.name}-planned"):
-            if save.group.count > MAX_PROCESSES:
-                why = f"each process writes a file, and a step has at most {MAX_PROCESSES}"
-                raise PrepError(f"{save.group.count} processes cannot save to {self.name}", why, "a shared folder")
             files = plan_process_files(save.plan, [*save.leaves], boxes)
         self._files = save.plan.leaves, files
         return files

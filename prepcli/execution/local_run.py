@@ -58,7 +58,7 @@ class LocalRun:
         """Return the default: processes write parts of the same chunk."""
         return MIN_SPLIT_NBYTES
 
-    def check(self) -> None:
+    def check(self, num_processes: int) -> None:
         """Check that a run may be written to the folder.
 
         Raises:

@@ -60,8 +60,8 @@ class RunPlace(Protocol):
         """Return the size per layer below which the shards of a leaf share a chunk."""
         ...
 
-    def check(self) -> None:
-        """Raise PrepError if something else than a run is there, or it cannot be reached."""
+    def check(self, num_processes: int) -> None:
+        """Raise PrepError if something else is there, it cannot be reached, or too many processes would write to it."""
         ...
 
     def contains(self, checkpoint: str) -> bool:

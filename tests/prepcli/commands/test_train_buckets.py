@@ -29,7 +29,7 @@ LOCAL = Path("runs/gs/bucket/runs/tiny")
 WAIT_S = 240.0
 SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep=2", "data.holdout=0", "train.steps=4")
 OVERRIDES = [word for setting in SETTINGS for word in ("--set", setting)]
-ONE_DEVICE = [word for setting in ("mesh=1,1,1", *SETTINGS[1:]) for word in ("--set", setting)]
+EIGHT_DEVICES = [word for setting in ("mesh=1,2,4", *SETTINGS[1:]) for word in ("--set", setting)]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def run_ok(count: int, *words: str, code: int = OK) -> None:
 
 
 def train(*words: str) -> int:
-    return main(["train", "recipe.toml", *ONE_DEVICE, *words])
+    return main(["train", "recipe.toml", *EIGHT_DEVICES, *words])
 
 
 def test_stopped_and_resumed_run_equals_a_local_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
@@ -106,7 +106,7 @@ def test_commands_read_a_run_in_a_bucket(store: FakeObjectStore, capsys: pytest.
     assert train("--out", URL, "-q") == OK
     store.objects[f"{PREFIX}9/state/_METADATA"] = b"{}"  # a save that was killed
     assert main(["verify", URL, "-q"]) == OK
-    assert main(["verify", URL, "--step", "3", "-q"]) == OK
+    assert main(["verify", f"{URL}/3", "-q"]) == OK
     assert main(["export", URL, "--out", "learned", "-q"]) == OK
     assert main(["verify", "learned", "local", "-q"]) == OK
     assert main(["inspect", URL, "-q"]) == OK

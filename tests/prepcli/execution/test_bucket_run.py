@@ -108,7 +108,7 @@ def assert_equals_local_step(init: Path, state: TrainingState, store: FakeObject
     expected = json.loads(Path(f"one/{step}/{MANIFEST_FILE}").read_text())
     saved = read_manifest(store, step)
     assert {key: saved[key] for key in DIGEST_KEYS[:3]} == {key: expected[key] for key in DIGEST_KEYS[:3]}
-    assert main(["verify", URL, "--step", str(step), "-q"]) == 0
+    assert main(["verify", f"{URL}/{step}", "-q"]) == 0
     with make_run().open_step(step) as reader:
         restored = read_leaves(reader)
     assert reader.is_checked
