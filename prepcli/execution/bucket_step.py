@@ -103,7 +103,7 @@ class BucketStep:
         if file.size:
             self.bucket.write_pieces(f"{plan.item}/{file.path}", pieces, size=file.size)
 
-    def _own_pieces(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> Iterator[ByteArray]:
+    def _own_pieces(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> Iterator[bytes | memoryview]:
         """Yield the bytes of this process's data file, in order. The shards of one leaf group are in memory."""
         plan, index = self.files.plan, self.save.group.index
         leaves, chunks = {leaf.name: leaf for leaf in plan.leaves}, self.files.chunks[index]
@@ -114,8 +114,8 @@ class BucketStep:
                 for chunk_index, offset in chunks[name]:
                     data = _chunk_bytes(leaves[name], chunk_index, shards[name])
                     checksums.record((StridedCopy(0, index, offset, data.size),), data)
-                    yield np.zeros(offset - stop, np.uint8)
-                    yield data
+                    yield bytes(offset - stop)
+                    yield data.data
                     stop = offset + data.size
             if group.owner == index:
                 digests |= self._digest_group(group, shards)

@@ -219,7 +219,7 @@ class Bucket:
     def write_pieces(
         self,
         path: str,
-        pieces: Iterable[bytes | ByteArray],
+        pieces: Iterable[bytes | memoryview],
         *,
         size: int,
         on_written: Callable[[int], object] = lambda nbytes: None,
@@ -228,7 +228,7 @@ class Bucket:
 
         Args:
             path: Path of the object below the URL.
-            pieces: The bytes, in order.
+            pieces: The bytes, in order; the memory of a piece must not change later.
             size: Number of bytes.
             on_written: Called with the bytes of each write.
         """
@@ -293,11 +293,11 @@ class Bucket:
             raise self.request_error(verb, error) from error
 
 
-def _join_pieces(pieces: Iterable[bytes | ByteArray]) -> Iterator[bytes]:
+def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """Join short pieces and split long ones, so that each takes a fraction of a time-out to send."""
     pending, pending_nbytes = list[memoryview](), 0
     for piece in pieces:
-        data = memoryview(piece).cast("B")
+        data = memoryview(piece)
         for start in range(0, len(data), WRITE_NBYTES):
             part = data[start : start + WRITE_NBYTES]
             pending.append(part)
