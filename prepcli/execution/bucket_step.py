@@ -212,8 +212,13 @@ def _chunk_bytes(leaf: OutputLeaf, index: ChunkIndex, shards: Shards) -> ByteArr
             intersect(box_range, (start, start + length))
             for box_range, start, length in zip(box, corner, leaf.grid.chunk_shape)
         ]
-        if volume(tuple(part)):
-            values[_slices(part, corner)] = shard[_slices(part, [start for start, _ in box])]
+        if not volume(tuple(part)):
+            continue
+        piece = shard[_slices(part, [start for start, _ in box])]
+        if piece.shape == values.shape:
+            values = np.ascontiguousarray(piece)  # without a copy if the shard has the layout of the chunk
+            break
+        values[_slices(part, corner)] = piece
     return values.reshape(-1).view(np.uint8)
 
 
