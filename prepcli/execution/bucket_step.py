@@ -122,7 +122,8 @@ class BucketStep:
 
     def _digest_group(self, group: LeafGroup, shards: Mapping[str, Shards]) -> dict[int, str]:
         """Return the digests of a group's tensors, of which this process has all elements."""
-        leaves = [_fetched_leaf(leaf, shards.get(name, [])) for name, leaf in self.save.leaves.items()]
+        fetched = {name: _fetched_leaf(self.save.leaves[name], values) for name, values in shards.items()}
+        leaves = [fetched.get(name, leaf) for name, leaf in self.save.leaves.items()]
         return _digest({number: self.files.plan.streams[number] for number in group.streams}, HostLeafReader(leaves))
 
     def _read_back(self, digests: dict[int, str]) -> None:
