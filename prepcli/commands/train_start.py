@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
 
 
-def damage_hint(place: RunPlace) -> str:
-    """Return the user's options if the last step of a run is damaged."""
-    steps = place.known_steps()
-    if len(steps) == 1:
+def damage_hint(place: RunPlace, step: int) -> str:
+    """Return the user's options if a step of a run is damaged."""
+    earlier_steps = [earlier for earlier in place.known_steps() if earlier < step]
+    if not earlier_steps:
         return "`--restart` starts the run again"
-    return f"move {place.step_name(steps[-1])} away: the run then resumes from step {steps[-2]}"
+    return f"move {place.step_name(step)} away: the run then resumes from step {earlier_steps[-1]}"
 
 
 def check_without_checksums(
@@ -125,7 +125,7 @@ class StartCheckpoint:
 
 def open_last_step(place: RunPlace, step: int, *, verify: bool) -> StartCheckpoint:
     """Open the last step of a run, to resume from it."""
-    hint = damage_hint(place)
+    hint = damage_hint(place, step)
     reader, name = place.open_step(step, verify, hint), "" if place.is_on_disk else place.step_name(step)
     return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER, int(reader.manifest["step"]), hint, name)
 
