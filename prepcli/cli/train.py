@@ -82,7 +82,9 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="RUN", help="Write the run to RUN; default: runs/NAME.", show_default=False),
+        typer.Option(
+            "--out", metavar="RUN", help="Save to RUN, a folder or bucket URL; default: runs/NAME.", show_default=False
+        ),
     ] = None,
     stop_after: Annotated[
         int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after STEPS steps; 0: never.")

@@ -16,21 +16,21 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
-from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
-from prepcli.commands.train_folder import check_run_folder, check_shared_folder
+from prepcli.commands.train_files import kept_note, open_metrics, store_metrics, write_recipe
+from prepcli.commands.train_folder import check_shared_folder, run_place
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
-from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_model_start, open_orbax_start
+from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_last_step, open_model_start
 from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
-from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import ItemReader
 from prepcli.restore.weights_reader import WeightsReader
 from trainer.recipe import LoadedRecipe, load_recipe, schema
@@ -61,35 +61,37 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     from trainer.distributed.sharding import catch_out_of_memory
 
     group = connect_processes(loaded.recipe)
-    folder = request.out or RUNS_FOLDER / loaded.recipe.name
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
-    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(saved_steps(folder)))
+    place = run_place(request.out, loaded.recipe.name, process_ui)
+    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(place.known_steps()))
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
         job = JobContext(group, process_ui, enter_phase)
-        return replace(_train_in_group(loaded, folder, request, job=job), process=process)
+        return replace(_train_in_group(loaded, place, request, job=job), process=process)
 
 
-def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, job: JobContext) -> Report:
+def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, job: JobContext) -> Report:
     """Prepare the run, load its state and train."""
     group, ui = job.group, job.ui
     if group.index == 0:
-        check_run_folder(folder)
-    if group.count > 1 and not request.dry_run:
-        check_shared_folder(folder, group)
+        place.check(group.count)
+    if group.count > 1 and place.is_on_disk and not request.dry_run:
+        check_shared_folder(place.local_folder, group)
+    if not place.is_on_disk:
+        ui.note(f"tokens and metrics are written to {place.local_folder} first; `data.cache` names a folder for tokens")
     with (
         raise_on_signal(),
-        note_durable_work(lambda: "" if request.dry_run else kept_note(folder)),
+        note_durable_work(lambda: "" if request.dry_run else kept_note(place)),
         ExitStack() as stack,
     ):
-        start, sharding = _open_start_checkpoint(loaded, folder, request, group=group, ui=ui)
+        start, sharding = _open_start_checkpoint(loaded, place, request, group=group, ui=ui)
         stack.enter_context(start.reader)
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
-            folder,
+            place,
             start=start,
             sharding=sharding,
             scratch_dir=scratch_dir,
@@ -111,8 +113,9 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
         if run.step == run.job.steps:
             return finished_report(run)
         if request.verify:
-            start.check_remaining(folder, ui, has_state=bool(run.step))
-        state = _load_train_state(run, start.reader)
+            start.check_remaining(ui, has_state=bool(run.step))
+        with start.rename_in_errors():
+            state = _load_train_state(run, start.reader)
     return _run_training(run, state, restart=request.restart, job=job)
 
 
@@ -139,7 +142,7 @@ def silence_jax(ui: Ui) -> None:
 
 
 def _open_start_checkpoint(
-    loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, group: ProcessGroup, ui: Ui
+    loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, group: ProcessGroup, ui: Ui
 ) -> tuple[StartCheckpoint, ShardingContext]:
     """Open the run's last step, or else the recipe's checkpoint; return it and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
@@ -155,12 +158,11 @@ def _open_start_checkpoint(
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
     check_inputs(loaded.recipe)
     check_devices(loaded.recipe, recipe_sharding)
-    if last_step := _last_step(folder, request, group):
-        start = open_orbax_start(step_folder(folder, last_step), folder, verify=request.verify)
+    if last_step := _last_step(place, request, group):
+        start = open_last_step(place, last_step, verify=request.verify)
     else:
         start = open_model_start(
             loaded.recipe,
-            folder,
             sharding=recipe_sharding,
             access=make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True),
             verify=request.verify,
@@ -169,15 +171,15 @@ def _open_start_checkpoint(
             ),
         )
     if request.restart:
-        check_restart_source(start, folder)
+        check_restart_source(start, place, loaded.recipe)
     sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest), slices=slices)
     check_batch(loaded.recipe, sharding)
     return start, sharding
 
 
-def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
-    """Return the step to resume from, as process 0 sees the run's folder; 0 to start from the recipe's checkpoint."""
-    steps = [] if request.restart else saved_steps(folder)
+def _last_step(place: RunPlace, request: TrainRequest, group: ProcessGroup) -> int:
+    """Return the step to resume from, as process 0 sees the run; 0 to start from the recipe's checkpoint."""
+    steps = [] if request.restart else place.steps()
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
@@ -191,13 +193,13 @@ def _load_train_state(run: Run, reader: ItemReader | WeightsReader | RandomReade
         return init_state(reader, run.job.setup)
     if not any(name.startswith("opt_state.") for name in reader.leaves):
         why = "it was saved with `checkpoint.optimizer_state = false`"
-        hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
+        hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
     return restore_state(reader, run.job.setup)
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
-    """Train in the run's folder, which is locked meanwhile."""
+    """Train, and save to the place of the run, which is locked meanwhile."""
     from trainer.training.loop import Loop
 
     sharding = run.job.setup.forward_config.sharding
@@ -218,6 +220,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
                 poll_stop_reason=stop_signal,
                 enter_phase=job.enter_phase,
             ).run()
+        store_metrics(run)
     if result.stop_reason:
         return stopped_report(run, result, reporter.fields)
     return finished_report(run, reporter.fields)
@@ -225,7 +228,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
 
 def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
     return RunFolder(
-        run.folder,
+        run.place,
         run.start_checkpoint,
         name=run.recipe.name,
         keep=run.recipe.checkpoint.keep,

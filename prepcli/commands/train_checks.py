@@ -14,7 +14,7 @@ from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
-from prepcli.formats.run_steps import saved_steps
+from prepcli.execution.run_place import RunPlace
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
 from trainer.models.memory_estimate import STATE_COPIES
 from trainer.models.memory_inputs import FLOAT32
@@ -36,7 +36,7 @@ def check_machine(
     model: PlannedModel,
     sharding: ShardingContext,
     *,
-    folder: Path,
+    place: RunPlace,
     group: ProcessGroup,
     processes_per_host: int,
     ui: Ui,
@@ -49,7 +49,7 @@ def check_machine(
         recipe: The recipe of the run.
         model: The model to train.
         sharding: Mesh and devices.
-        folder: Folder of the run; process 0 checks its disk.
+        place: Place of the run; process 0 checks its disk.
         group: Processes of the run.
         processes_per_host: Processes of the run on one host, which share its memory.
         ui: Prints notes and warnings.
@@ -69,8 +69,8 @@ def check_machine(
         for warning in context_warnings(recipe, plan.inputs):
             ui.warn(warning)
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
-    if group.index == 0 and not saved_steps(folder):
-        check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
+    if group.index == 0 and place.is_on_disk and not place.steps():
+        check_disk(place.local_folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
     return memory_fields(plan.memory, available)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.execution.run_place import RunPlace
 from prepcli.targets.training_step import StartModel
 from trainer.recipe import LoadedRecipe, Recipe
 
@@ -22,7 +23,7 @@ class TrainRequest:
 
     recipe: Path
     overrides: tuple[str, ...] = ()  # `KEY=VALUE`
-    out: Path | None = None  # folder of the run; None: `runs/NAME`
+    out: Path | None = None  # folder or URL of the run; None: `runs/NAME`
     restart: bool = False  # delete the run's steps and start again
     stop_after: int = 0  # steps in this process; 0: all
     dry_run: bool = False
@@ -37,7 +38,7 @@ class Run:
     """Run that is ready to start, or to resume at `step`."""
 
     loaded: LoadedRecipe
-    folder: Path
+    place: RunPlace
     start_checkpoint: Path | StartModel  # initial parameters, or the state to resume from
     step: int
     config: Mapping[str, Any]  # config.json of the model, with the recipe's rotary embedding
@@ -46,6 +47,11 @@ class Run:
     memory: dict[str, Any]  # estimate in bytes
     group: ProcessGroup
     processes_per_host: int  # largest number on one host
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's files on this machine."""
+        return self.place.local_folder
 
     @property
     def recipe(self) -> Recipe:

@@ -73,7 +73,7 @@ def _open_reader(
 ) -> ItemReader | WeightsReader:
     manifest = source.tree_manifest
     if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
-        reader = open_reader(path, verify)
+        reader = open_reader(path, verify, remote_blobs=source.remote_blobs)
         if verify and not reader.is_checked:
             on_unchecked()
         return reader

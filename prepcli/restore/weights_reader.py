@@ -21,7 +21,7 @@ from prepcli.planning.plan import EqualityCheck, Stream
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob
+from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
 from prepcli.restore.job_queue import run_jobs
 from prepcli.restore.tensor_jobs import BUFFER_NBYTES, Target, TensorJob, read_checked, read_window, tensor_jobs
@@ -90,7 +90,7 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
+        self.is_remote = bool(source.remote_blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(source.byte_sources)

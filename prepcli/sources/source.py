@@ -20,6 +20,7 @@ from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
+from prepcli.remote.remote_files import RemoteBlob
 from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
@@ -89,6 +90,11 @@ class Source:
     def byte_sources(self) -> tuple[Path | Blob, ...]:
         """Files and blobs, in the order of the file numbers of tensor placements."""
         return self.blobs or self.files
+
+    @property
+    def remote_blobs(self) -> tuple[RemoteBlob, ...]:
+        """The byte sources, if they are files on a server; otherwise empty."""
+        return tuple(blob for blob in self.blobs if isinstance(blob, RemoteBlob))
 
     @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:

@@ -18,7 +18,7 @@ from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, Row, bind_row
-from trainer.models.chunk_shapes import chunk_shape
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
 from trainer.models.host_reads import read_amplification, reads_per_host
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec
@@ -69,10 +69,17 @@ class OrbaxItemLayout:
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """Mesh whose shards are the chunks (None: chunks of bounded size), and the partition rules."""
+    """Partitioning of the leaves of an item.
+
+    Attributes:
+        mesh: Mesh whose shards are the chunks; None: chunks of bounded size.
+        rules: Partition rules.
+        min_split_nbytes: Size per layer below which a leaf is one chunk per layer, on every mesh.
+    """
 
     mesh: Mesh | None
     rules: Rules
+    min_split_nbytes: int = MIN_SPLIT_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +202,9 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
     if mesh:
         rules, checkpoint = partitioning.rules, source.display_name
         spec = leaf_spec(use.path, dims, shape, mesh=mesh, rules=rules, checkpoint=checkpoint)
-    chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, spec=spec, itemsize=itemsize(tensor.dtype)))
+    item_nbytes, min_split_nbytes = itemsize(tensor.dtype), partitioning.min_split_nbytes
+    chunk = chunk_shape(dims, shape, spec=spec, itemsize=item_nbytes, min_split_bytes=min_split_nbytes)
+    chunk = tuple(max(1, n) for n in chunk)
     return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
 
 

@@ -21,6 +21,7 @@ from prepcli.sources.tree_tensors import StoredLeaf, tensors_from_manifest
 from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 from trainer.models.mesh import parse_mesh
 from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
@@ -43,7 +44,12 @@ class StartModel:
 
 
 def plan_training_step(
-    leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any], *, request: str, slab_nbytes: int
+    leaves: Mapping[str, LeafSpec],
+    start_manifest: Mapping[str, Any],
+    *,
+    request: str,
+    slab_nbytes: int,
+    min_split_nbytes: int = MIN_SPLIT_NBYTES,
 ) -> Plan:
     """Plan a save of leaves. File n of the plan's streams is leaf n, in C order.
 
@@ -52,6 +58,7 @@ def plan_training_step(
         start_manifest: Manifest of the run's start checkpoint.
         request: Command line, for the manifest.
         slab_nbytes: Size of the slabs for checking the plan.
+        min_split_nbytes: Size per layer below which shards of a leaf share a chunk.
 
     Returns:
         The plan of the step's item.
@@ -63,7 +70,9 @@ def plan_training_step(
     rows = source_rows(source, start_manifest["scan"], start_manifest["scan_axis"])
     accounting, vocabulary = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS), source.vocabulary()
     partitioning = Partitioning(
-        parse_mesh(start_manifest["mesh"]) if start_manifest["mesh"] else None, merge_rules(start_manifest["rules"])
+        parse_mesh(start_manifest["mesh"]) if start_manifest["mesh"] else None,
+        merge_rules(start_manifest["rules"]),
+        min_split_nbytes,
     )
     item = make_item(source, accounting, table=rows, vocab_size=vocabulary.stored_size, partitioning=partitioning)
     resize = VocabResize(vocabulary, vocab_tensor_names(source, accounting), Fill("zeros"))

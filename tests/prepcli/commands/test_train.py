@@ -21,6 +21,7 @@ from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.progress import NullProgress
 from prepcli.console.ui import Ui, open_ui
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
@@ -301,5 +302,5 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     for name in whole:
         (tmp_path / "run" / name).mkdir(parents=True)
     expected = "the tokens" if "data/f0" in whole else ""
-    note = kept_note(tmp_path / "run")
+    note = kept_note(LocalRun(tmp_path / "run"))
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
