@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.execution.uploads import COMMIT_MARKER
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.planning.boxes import Box, Range, intersect, volume
+from prepcli.planning.boxes import Box, intersect, slices, volume
 from prepcli.planning.plan import OutputLeaf, Stream
 from prepcli.planning.process_files import ChunkIndex, LeafGroup, ProcessFiles
 from prepcli.planning.shares import Division, divide_streams, subplan
@@ -206,22 +206,15 @@ def _fetched_leaf(leaf: HostLeaf, shards: Shards) -> HostLeaf:
 
 def _chunk_bytes(leaf: OutputLeaf, index: ChunkIndex, shards: Shards) -> ByteArray:
     """Return the bytes of a chunk, copied from the shards; elements beyond the leaf's edges are zero."""
-    corner = [i * length for i, length in zip(index, leaf.grid.chunk_shape)]
+    chunk = tuple((i * length, (i + 1) * length) for i, length in zip(index, leaf.grid.chunk_shape))
     values = np.zeros(leaf.grid.chunk_shape, numpy_dtype(leaf.dtype))
     for box, shard in shards:
-        part = [
-            intersect(box_range, (start, start + length))
-            for box_range, start, length in zip(box, corner, leaf.grid.chunk_shape)
-        ]
-        if not volume(tuple(part)):
+        part = tuple(intersect(box_range, chunk_range) for box_range, chunk_range in zip(box, chunk))
+        if not volume(part):
             continue
-        piece = shard[_slices(part, [start for start, _ in box])]
+        piece = shard[slices(part, box)]
         if piece.shape == values.shape:
             values = np.ascontiguousarray(piece)  # without a copy if the shard has the layout of the chunk
             break
-        values[_slices(part, corner)] = piece
+        values[slices(part, chunk)] = piece
     return values.reshape(-1).view(np.uint8)
-
-
-def _slices(box: Sequence[Range], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(low - start, high - start) for (low, high), start in zip(box, origin))

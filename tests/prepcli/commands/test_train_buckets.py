@@ -19,7 +19,7 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.processes import finish, start_processes
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[3]
