@@ -197,8 +197,14 @@ class ReadAheadCache:
         """Pickle the reader without the cached bytes."""
         return ReadAheadCache, (self._reader,)
 
-    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> None:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray, *, reads_ahead: bool = True) -> None:
         """Fill `into` with the bytes from `offset` on.
+
+        Args:
+            file: The file to read.
+            offset: First byte.
+            into: Destination.
+            reads_ahead: Whether a small read requests and keeps bytes after it. Otherwise only these bytes are sent.
 
         Raises:
             PrepError: As for `read_range`; or the range ends beyond the file.
@@ -206,7 +212,7 @@ class ReadAheadCache:
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
             raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT)
-        if into.size >= DIRECT_READ_NBYTES:
+        if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
             read_range_in_parallel(self._reader, file, offset=offset, into=into)
             return
         with self._lock:
@@ -240,10 +246,17 @@ class ReadAheadCache:
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlob:
-    """A remote file as a blob that tensors are read from."""
+    """A remote file as a blob that tensors are read from.
+
+    Attributes:
+        file: The file.
+        cache: Reads it.
+        reads_ahead: Whether small reads may request bytes after them.
+    """
 
     file: RemoteFile
     cache: ReadAheadCache
+    reads_ahead: bool = True
 
     @property
     def name(self) -> str:
@@ -263,7 +276,7 @@ class RemoteBlobReader:
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
-        self._blob.cache.read(self._blob.file, offset, into)
+        self._blob.cache.read(self._blob.file, offset, into, reads_ahead=self._blob.reads_ahead)
 
     def close(self) -> None:
         """Do nothing."""

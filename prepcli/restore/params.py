@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.weights_reader import WeightsReader
+from prepcli.restore.weights_reader import WeightsReader, has_remote_blobs
 from prepcli.sources.source import Source, source_rows
 from trainer.models.mesh import Mesh
 from trainer.models.partition import vocab_multiple
@@ -72,7 +72,7 @@ def _open_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader:
     manifest = source.tree_manifest
-    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
+    if manifest and manifest["scan"] and manifest["scan_axis"] == 0 and not has_remote_blobs(source):
         reader = open_reader(path, verify)
         if verify and not reader.is_checked:
             on_unchecked()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from prepcli.engine.blobs import CachedBlob, open_blobs
+from prepcli.engine.blobs import Blob, CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.compare import compare_streams
 from prepcli.engine.files import ByteArray
@@ -90,12 +91,12 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
+        self.is_remote = has_remote_blobs(source)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
-        self._files = open_blobs(source.byte_sources)
+        self._files = open_blobs([_without_read_ahead(item) for item in source.byte_sources])
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
+        self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES
         self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
@@ -145,6 +146,16 @@ class WeightsReader:
             nbytes = read_window(job, job.window, self._files, buffer, max_gap_nbytes=self._max_gap_nbytes)
         with self._count_lock:
             self.read_nbytes += nbytes
+
+
+def has_remote_blobs(source: Source) -> bool:
+    """Return whether tensors of a source are read from a server."""
+    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
+
+
+def _without_read_ahead(byte_source: Path | Blob) -> Path | Blob:
+    """Return a remote file without read-ahead: the bytes after a range are often those of another process."""
+    return replace(byte_source, reads_ahead=False) if isinstance(byte_source, RemoteBlob) else byte_source
 
 
 def _group_by_leaf(
