@@ -18,7 +18,7 @@ from tests.helpers.object_server import serve_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import SentRange
 from tests.helpers.run_cli import run_ok
-from tests.helpers.tiny_checkpoints import GPT2, LLAMA, checkpoint_tensors, write_checkpoint
+from tests.helpers.tiny_checkpoints import LLAMA, checkpoint_tensors, write_checkpoint
 
 ByteRanges = dict[str, list[tuple[int, int]]]  # by file name
 MESHES = ("8,1,1", "1,8,1", "1,2,4")
@@ -29,9 +29,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a model `m`, its init `init`, and a model `tied` whose file has a copy of the embedding as the head."""
     folder = tmp_path_factory.mktemp("home")
     config = LLAMA | {"vocab_size": 1000, "hidden_size": 64, "torch_dtype": "bfloat16"}
-    write_checkpoint(folder / "m", config, checkpoint_tensors(config, "bfloat16", tied=False, legacy=False), 2)
-    tensors = checkpoint_tensors(GPT2, "float32", tied=True, legacy=False)
-    write_checkpoint(folder / "tied", GPT2, tensors | {"lm_head.weight": tensors["transformer.wte.weight"]}, 1)
+    tensors = checkpoint_tensors(config, "bfloat16", tied=False, legacy=False)
+    write_checkpoint(folder / "m", config, tensors, 2)
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    write_checkpoint(folder / "tied", config | {"tie_word_embeddings": True}, tensors | head, 1)
     with chdir(folder):
         run_ok("save-init", "./m", "--pad-vocab", "8", "--out", "init")
     return folder
@@ -79,7 +80,7 @@ def check_all_once(sent: Sequence[SentRange], ranges: ByteRanges, prefix: str) -
     assert (counts.min(), counts.mean(), counts.max()) == (1, 1, 1), prefix
 
 
-def test_processes_receive_each_byte_of_a_bucket_once(home: Path):
+def test_processes_receive_each_byte_once(home: Path, tmp_path: Path):
     sources = {"m": safetensors_ranges(home / "m"), "tied": safetensors_ranges(home / "tied")}
     sources["init"] = item_ranges(home / "init")
     contents = {source: read_files(home / source) for source in sources}
@@ -90,20 +91,16 @@ def test_processes_receive_each_byte_of_a_bucket_once(home: Path):
         for name, content in files.items()
     }
     loads = [(f"gs://bucket/{mesh}/{source}", mesh, str(home / source)) for source in sources for mesh in MESHES]
-    with serve_objects(objects) as store:
-        run_processes(loads, env=store.environment())
+    loads.append(("o/m", "1,2,4", str(home / "m")))
+    with serve_objects(objects) as store, serve_hub({"o/m": FakeRepo(contents["m"])}) as hub:
+        run_processes(loads, env=store.environment() | hub.environment(tmp_path))
         for source, ranges in sources.items():
             for mesh in MESHES:
                 check_all_once(store.sent, ranges, f"bucket/{mesh}/{source}/")
-
-
-def test_processes_receive_each_byte_of_a_hub_once(home: Path, tmp_path: Path):
-    with serve_hub({"o/m": FakeRepo(read_files(home / "m"))}) as hub:
-        run_processes([("o/m", "1,2,4", str(home / "m"))], env=hub.environment(tmp_path))
-        check_all_once(hub.sent, safetensors_ranges(home / "m"), "")
+        check_all_once(hub.sent, sources["m"], "")
 
 
 def run_processes(loads: Sequence[tuple[str, str, str]], env: dict[str, str]) -> None:
     words = json.dumps(loads)
     outputs = finish(start_processes(words, count=2, devices=4, module="tests.helpers.parameters_process", env=env))
-    assert [code for code, _, _ in outputs] == [0, 0], [stderr[-700:] for *_, stderr in outputs]
+    assert [code for code, _, _ in outputs] == [0, 0], [stderr[-2000:] for *_, stderr in outputs]
