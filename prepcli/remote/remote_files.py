@@ -11,10 +11,12 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
@@ -266,6 +268,11 @@ class RemoteBlob:
     def open(self) -> RemoteBlobReader:
         """Open the file for reading."""
         return RemoteBlobReader(self)
+
+
+def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
+    """Return blobs whose remote files send no more than the requested bytes: the others may be another process's."""
+    return [replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs]
 
 
 class RemoteBlobReader:

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
@@ -32,6 +33,7 @@ from prepcli.planning.boxes import Box, full_box, strides, volume
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
+from prepcli.remote.remote_files import RemoteBlob
 from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted, slices
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.job_queue import run_jobs
@@ -51,13 +53,16 @@ class DamagedLeafError(DamagedError):
     """Bytes of a leaf that differ from their recorded checksum."""
 
 
-def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> ItemReader:
+def open_reader(
+    path: Path, verify: bool = True, hint: str = RECREATE_HINT, *, blobs: Sequence[Path | Blob] = ()
+) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
     Args:
         path: Folder of the checkpoint.
         verify: Check every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
+        blobs: Remote files to read in place of the item's data files, if these are placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -70,7 +75,7 @@ def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> I
     if manifest is None:
         raise PrepError(f"{path} was not written by prep", "it has no manifest that describes the model")
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint)
+    return ItemReader(item, manifest, checksums, hint, blobs=blobs)
 
 
 class ItemReader:
@@ -80,10 +85,9 @@ class ItemReader:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
+        is_remote: Whether the data files are on a server.
         read_nbytes: Bytes read so far.
     """
-
-    is_remote = False
 
     def __init__(
         self,
@@ -91,6 +95,8 @@ class ItemReader:
         manifest: Mapping[str, Any],
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
+        *,
+        blobs: Sequence[Path | Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -99,8 +105,10 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
+            blobs: Read in place of the item's data files.
         """
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
+        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in blobs)
         self._checksums, self._hint = checksums, hint
         self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
         self.leaves = {
@@ -109,7 +117,7 @@ class ItemReader:
         }
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
-        self._files = Files(item.files if len(item.files) <= MAX_OPEN_FILES else ())
+        self._files = open_blobs(blobs or (item.files if len(item.files) <= MAX_OPEN_FILES else ()))
         self._count_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, self._files.close)
 
@@ -145,8 +153,9 @@ class ItemReader:
             raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._array_numbers)} other leaves")
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
-        jobs = _split_into_jobs(blob, parts, self.is_checked)
-        errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)
+        errors = run_jobs(
+            _split_into_jobs(blob, parts, self.is_checked), self._run_job, self._buffers, self._num_threads
+        )
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError
+from prepcli.remote.remote_files import RemoteBlob, without_read_ahead
 from prepcli.restore.item_reader import ItemReader, open_reader
-from prepcli.restore.weights_reader import WeightsReader, has_remote_blobs
+from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
 from trainer.models.mesh import Mesh
 from trainer.models.partition import vocab_multiple
@@ -47,8 +48,9 @@ def open_model(
 ) -> Iterator[OpenedModel]:
     """Open a checkpoint for reading its parameters onto a mesh, and close it at the end of the `with` block.
 
-    A checkpoint in prep's default layout is read as it is. Any other source is converted while it is read: layers
-    stacked on the first axis, the vocabulary padded to the size that the mesh divides.
+    A checkpoint in prep's default layout is read as it is, also from a bucket if it has checksums of its chunks. Any
+    other source is converted while it is read: layers stacked on the first axis, the vocabulary padded to the size that
+    the mesh divides.
 
     Args:
         source: The checkpoint.
@@ -72,13 +74,20 @@ def _open_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
 ) -> ItemReader | WeightsReader:
     manifest = source.tree_manifest
-    if manifest and manifest["scan"] and manifest["scan_axis"] == 0 and not has_remote_blobs(source):
-        reader = open_reader(path, verify)
-        if verify and not reader.is_checked:
-            on_unchecked()
-        return reader
+    if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
+        reader = open_reader(path, verify, blobs=without_read_ahead(source.blobs) if _is_remote(source) else ())
+        if reader.is_checked or not (verify and reader.is_remote):
+            if verify and not reader.is_checked:
+                on_unchecked()
+            return reader
+        reader.close()
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
+
+
+def _is_remote(source: Source) -> bool:
+    """Return whether tensors are read from a server."""
+    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
 
 
 def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from prepcli.engine.blobs import Blob, CachedBlob, open_blobs
+from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.files import ByteArray
 from prepcli.errors import PrepError
@@ -22,7 +21,7 @@ from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob
+from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob, without_read_ahead
 from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
 from prepcli.restore.job_queue import run_jobs
@@ -99,10 +98,10 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = has_remote_blobs(source)
+        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
-        self._files = open_blobs([_without_read_ahead(item) for item in source.byte_sources])
+        self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
         self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES  # a remote gap belongs to another process
         self._shared_tensors = {name for name, uses in accounting.uses.items() if len(uses) > 1}
@@ -173,16 +172,6 @@ class WeightsReader:
         except UnequalDuplicateError as error:
             check_equal(self._source, EqualityCheck(error.duplicate.name, job.tensor.name))
             raise PrepError(f"{self._source.display_name} changed while it was read") from error
-
-
-def has_remote_blobs(source: Source) -> bool:
-    """Return whether tensors of a source are read from a server."""
-    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
-
-
-def _without_read_ahead(byte_source: Path | Blob) -> Path | Blob:
-    """Return a remote file without read-ahead: the bytes after a range are often those of another process."""
-    return replace(byte_source, reads_ahead=False) if isinstance(byte_source, RemoteBlob) else byte_source
 
 
 def _group_by_leaf(
