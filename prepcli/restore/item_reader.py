@@ -1,7 +1,4 @@
-"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once.
-
-One thread decodes a compressed chunk, from its first byte to the last needed one.
-"""
+"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once."""
 
 from __future__ import annotations
 
@@ -153,9 +150,8 @@ class ItemReader:
             raise PrepError(f"{self.folder} has no leaf {name}", f"it has {len(self._array_numbers)} other leaves")
         blob = DecodedArray(self._item, self._array_numbers[name])
         _check_arrays(blob.meta, parts)
-        errors = run_jobs(
-            _split_into_jobs(blob, parts, self.is_checked), self._run_job, self._buffers, self._num_threads
-        )
+        jobs = _split_into_jobs(blob, parts, self.is_checked)
+        errors = run_jobs(jobs, self._run_job, self._buffers, self._num_threads)
         if errors and isinstance(errors[0], PrepError) and not isinstance(errors[0], DamagedLeafError):
             why = f"{errors[0].what}: {errors[0].why}" if errors[0].why else errors[0].what
             error_type = DamagedError if isinstance(errors[0], DamagedError) else PrepError
@@ -200,7 +196,7 @@ class ItemReader:
         raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
 
     def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
-        """Decode a chunk up to the end of its last piece, and copy its pieces."""
+        """Decode a chunk in one thread, up to the end of its last piece, and copy its pieces."""
         cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
             with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:

@@ -137,6 +137,8 @@ class _Handler(loopback.Handler):
             return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         self._send(206 if start else 200, content[start:], headers)
+        if self.command == "GET":
+            self.sent_ranges.append(SentRange(name, start, len(content)))
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
