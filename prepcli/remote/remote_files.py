@@ -270,6 +270,11 @@ class RemoteBlob:
         return RemoteBlobReader(self)
 
 
+def any_remote(blobs: Iterable[Path | Blob]) -> bool:
+    """Return whether one of the blobs is on a server."""
+    return any(isinstance(blob, RemoteBlob) for blob in blobs)
+
+
 def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
     """Return blobs whose remote files send no more than the requested bytes: the others may be another process's."""
     return [replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs]

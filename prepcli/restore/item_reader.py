@@ -30,7 +30,7 @@ from prepcli.planning.boxes import Box, full_box, strides, volume
 from prepcli.planning.checksum_blocks import chunk_blocks
 from prepcli.planning.strided_copies import StridedCopy
 from prepcli.planning.tensors import itemsize
-from prepcli.remote.remote_files import RemoteBlob
+from prepcli.remote.remote_files import any_remote
 from prepcli.restore.boxes import chunk_box, innermost_cut_axis, intersection, shifted, slices
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.job_queue import run_jobs
@@ -105,7 +105,7 @@ class ItemReader:
             blobs: Read in place of the item's data files.
         """
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in blobs)
+        self.is_remote = any_remote(blobs)
         self._checksums, self._hint = checksums, hint
         self._item, self._array_numbers = item, {meta.name: number for number, meta in enumerate(item.arrays)}
         self.leaves = {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError
-from prepcli.remote.remote_files import RemoteBlob, without_read_ahead
+from prepcli.remote.placeholders import rename_in_errors
+from prepcli.remote.remote_files import any_remote, without_read_ahead
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
@@ -64,7 +65,9 @@ def open_model(
     """
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
-    with _open_reader(source, path, mesh, verify, on_unchecked) as reader:
+    is_remote = any_remote(source.blobs)
+    errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
+    with errors, _open_reader(source, path, mesh, verify, on_unchecked) as reader:
         model, sharding = model_from_manifest(reader.manifest), make_sharding(mesh, reader.manifest)
         check_mesh_divides(model, sharding)
         yield OpenedModel(reader, model, sharding)
@@ -75,7 +78,7 @@ def _open_reader(
 ) -> ItemReader | WeightsReader:
     manifest = source.tree_manifest
     if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
-        reader = open_reader(path, verify, blobs=without_read_ahead(source.blobs) if _is_remote(source) else ())
+        reader = open_reader(path, verify, blobs=without_read_ahead(source.blobs) if any_remote(source.blobs) else ())
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()
@@ -83,11 +86,6 @@ def _open_reader(
         reader.close()
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
-
-
-def _is_remote(source: Source) -> bool:
-    """Return whether tensors are read from a server."""
-    return any(isinstance(blob, RemoteBlob) for blob in source.blobs)
 
 
 def open_weights(source: Source, mesh: Mesh | None, rules: Rules, *, verify: bool) -> WeightsReader:

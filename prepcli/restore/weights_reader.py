@@ -21,7 +21,7 @@ from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob, without_read_ahead
+from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, any_remote, without_read_ahead
 from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
 from prepcli.restore.job_queue import run_jobs
@@ -98,7 +98,7 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
+        self.is_remote = any_remote(source.blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(without_read_ahead(source.byte_sources))

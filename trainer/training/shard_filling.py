@@ -1,4 +1,4 @@
-"""Fills shards on accelerators slab by slab, so that host memory holds two slabs and not a whole shard."""
+"""Fills shards on accelerators slab by slab, so that host memory holds two slabs instead of whole shards."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ def fill_shards(
     allocate: Allocate,
 ) -> list[jax.Array]:
     """Read shards of a leaf in slabs of whole read units, and copy each slab to the devices.
+
+    A slab has at least one unit, which may be a whole tensor that is compared with its digest.
 
     Args:
         reader: The open checkpoint.

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import prepcli as prep
+from prepcli.errors import DamagedError
 from prepcli.formats.orbax_read import read_item
 from prepcli.formats.orbax_store import StoredRange
 from prepcli.formats.safetensors import read_safetensors_folder
@@ -98,6 +100,18 @@ def test_processes_receive_each_byte_once(home: Path, tmp_path: Path):
             for mesh in MESHES:
                 check_all_once(store.sent, ranges, f"bucket/{mesh}/{source}/")
         check_all_once(hub.sent, sources["m"], "")
+
+
+def test_damaged_init_in_a_bucket_is_named_by_its_url(home: Path, monkeypatch: pytest.MonkeyPatch):
+    objects = {f"bucket/init/{name}": content for name, content in read_files(home / "init").items()}
+    name, spans = next(iter(item_ranges(home / "init").items()))
+    damaged = bytearray(objects[f"bucket/init/{name}"])
+    damaged[spans[0][0]] ^= 1
+    with serve_objects(objects | {f"bucket/init/{name}": bytes(damaged)}) as store:
+        for variable, value in store.environment().items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(DamagedError, match=r"of gs://bucket/init is damaged"):
+            prep.load_params("gs://bucket/init")
 
 
 def run_processes(loads: Sequence[tuple[str, str, str]], env: dict[str, str]) -> None:
