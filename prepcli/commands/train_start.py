@@ -71,7 +71,7 @@ def check_without_checksums(
 def check_restart_source(start: StartCheckpoint, place: RunPlace, recipe: Recipe) -> None:
     """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
     source = recipe.model.path if isinstance(start.model, StartModel) else str(start.model)
-    if place.contains(source):
+    if source is not None and place.contains(source):
         what = f"`--restart` would delete {source if isinstance(start.model, StartModel) else start.model.parent}"
         raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
 

@@ -26,7 +26,7 @@ from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import MAX_PROCESSES, LeafBoxes, ProcessFiles, plan_process_files
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.placeholders import create_placeholder_folder, read_all
-from prepcli.remote.remote_files import RemoteFile
+from prepcli.remote.remote_files import RemoteFile, without_read_ahead
 from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -121,7 +121,8 @@ class BucketRun:
         located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
         source = open_source(located)
         with located.local_files.rename_in_errors(name):
-            return open_reader(located.local_files.path, verify, hint, remote_blobs=source.remote_blobs)
+            blobs = without_read_ahead(source.remote_blobs)
+            return open_reader(located.local_files.path, verify, hint, remote_blobs=blobs)
 
     def model_files_folder(self, step: int) -> Path | None:
         """Return None: the files of the start checkpoint stay in use."""

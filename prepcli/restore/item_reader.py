@@ -1,7 +1,4 @@
-"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once.
-
-One thread decodes a compressed chunk, from its first byte to the last needed one.
-"""
+"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class DamagedLeafError(DamagedError):
 
 
 def open_reader(
-    path: Path, verify: bool = True, hint: str = RECREATE_HINT, *, remote_blobs: Sequence[Blob] = ()
+    path: Path, verify: bool = True, hint: str = RECREATE_HINT, *, remote_blobs: Sequence[Path | Blob] = ()
 ) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
@@ -95,7 +92,7 @@ class ItemReader:
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
         *,
-        remote_blobs: Sequence[Blob] = (),
+        remote_blobs: Sequence[Path | Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -198,7 +195,7 @@ class ItemReader:
         raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
 
     def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
-        """Decode a chunk up to the end of its last piece, and copy its pieces."""
+        """Decode a chunk in one thread, up to the end of its last piece, and copy its pieces."""
         cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
             with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:

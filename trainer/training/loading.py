@@ -19,7 +19,8 @@ from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_
 def restore_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
-    Host memory holds one leaf's shards for the devices of this host at a time, or two slabs of an exchange.
+    Host memory holds two slabs of a leaf at a time, or two read units if these are larger. CPU devices keep the host
+    memory that a leaf is read into.
 
     Raises:
         PrepError: The checkpoint lacks a leaf, or a leaf has another shape.
