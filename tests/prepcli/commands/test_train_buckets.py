@@ -185,6 +185,7 @@ def test_kill_in_an_upload_keeps_earlier_steps(store: FakeObjectStore, count: in
     run_ok(count, "--set", "checkpoint.keep='all'")
     expected = {step: bucket_digests(store, step) for step in (2, 4)}
     store.objects.clear()
+    store.requests.clear()
     line = f"PUT {PREFIX}3/{place}"
     store.failing_requests, store.stall = line, "silent"
     running = start(count, "--set", "checkpoint.keep='all'")
