@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import uuid
 from collections import Counter
@@ -14,6 +15,11 @@ import xxhash
 from trainer.distributed.process_group import ProcessGroup
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def process_place() -> str:
+    """Return the host and the id of this process, as messages show them."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def machine_id() -> str:

@@ -13,13 +13,13 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.distributed.coordination import ConnectionBrokenError
-from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, lost_process
+from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, first_heartbeat, lost_process
 
 INTERVAL_S = 2.0
 BEATS_PER_TIMEOUT = 5
@@ -56,12 +56,12 @@ class WatchSettings:
     Attributes:
         timeout_s: Seconds without a heartbeat after which a process is lost.
         step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
-        host: Name of this host.
+        places: Host and process id of this process and of others that are known, by index.
     """
 
     timeout_s: float
     step_timeout_s: float
-    host: str
+    places: Mapping[int, str]
 
     def interval_s(self, count: int) -> float:
         """Return the seconds between two heartbeats of each of `count` processes."""
@@ -93,12 +93,16 @@ class Watchdog:
         self.interval_s = settings.interval_s(texts.count)
         self.end: JobEnd | None = None
         self._phase, self._num_phases, self._beats = "start", 0, 0
-        self._decision: Heartbeat | None = None  # process 0's last heartbeat
+        self._decision = first_heartbeat(settings.places.get(0))  # process 0's last heartbeat
         self._contact_s = clock()  # time of its arrival
         self._lock = threading.Lock()
         self._decided, self._closed, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._monitor = HeartbeatMonitor(
-            texts.count, timeout_s=settings.timeout_s, step_timeout_s=settings.step_timeout_s, start_s=clock()
+            texts.count,
+            timeout_s=settings.timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+            start_s=clock(),
+            places=settings.places,
         )
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch_clock)
@@ -169,7 +173,7 @@ class Watchdog:
     def _exchange(self) -> JobEnd | None:
         """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
         self._beats += 1
-        beat = Heartbeat(self._beats, self.settings.host, self._phase, self._num_phases)
+        beat = Heartbeat(self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases)
         self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
         return self._decide(beat) if self.texts.index == 0 else self._read_decision()
 

@@ -106,11 +106,11 @@ def test_suspended_process_is_lost(folder: Path, victim: int) -> None:
 def test_error_of_one_process_ends_the_other(folder: Path) -> None:
     (folder / "failed").mkdir()
     (folder / "failed/recipe.toml").touch()
-    (folder / "failed/1-metrics.jsonl").mkdir()  # process 1 cannot write its metrics
+    (folder / "failed/metrics.1.jsonl").mkdir()  # process 1 cannot write its metrics
     outcome = run_job(folder, "failed", log__all_workers="true")
     assert outcome.codes == (FAILED, FAILED)
     assert "process 1 (" in outcome.message(0)
-    assert "1-metrics.jsonl" in outcome.message(0)
+    assert "metrics.1.jsonl" in outcome.message(0)
 
 
 def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:

@@ -65,7 +65,7 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
             job.ends[index] = end
             job.reported[index].set()
 
-        settings = WatchSettings(TIMEOUT_S, 0.0, f"host-{index}")
+        settings = WatchSettings(TIMEOUT_S, 0.0, {index: f"host-{index}"})
         job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
     for dog in job.dogs:
         dog.start()
@@ -103,6 +103,21 @@ def test_watchdogs_name_process_0_without_its_answer():
     assert {end.what.partition(" (")[0] for end in job.ends.values()} == {"process 0"}
 
 
+def test_watchdog_names_a_process_0_that_never_decided():
+    ends, reported = list[JobEnd](), threading.Event()
+
+    def on_end(end: JobEnd) -> None:
+        ends.append(end)
+        reported.set()
+
+    settings = WatchSettings(TIMEOUT_S, 0.0, {0: "node0, pid 7", 1: "node1, pid 8"})
+    dog = Watchdog(Texts(1, {}, threading.Event()), settings, is_broken=lambda: False, on_end=on_end)
+    dog.start()
+    assert reported.wait(WAIT_S)
+    dog.close()
+    assert [end.what for end in ends] == ["process 0 (node0, pid 7) is lost"]
+
+
 def test_watchdogs_stay_silent_after_close():
     job = start_job()
     job.close()
@@ -111,6 +126,6 @@ def test_watchdogs_stay_silent_after_close():
 
 
 def test_interval_fits_the_timeout_and_the_number_of_processes():
-    assert WatchSettings(60.0, 0.0, "host").interval_s(4) == INTERVAL_S
-    assert WatchSettings(5.0, 0.0, "host").interval_s(4) == 1.0
-    assert WatchSettings(60.0, 0.0, "host").interval_s(4096) > 8
+    assert WatchSettings(60.0, 0.0, {}).interval_s(4) == INTERVAL_S
+    assert WatchSettings(5.0, 0.0, {}).interval_s(4) == 1.0
+    assert WatchSettings(60.0, 0.0, {}).interval_s(4096) > 8
