@@ -97,6 +97,7 @@ class Watchdog:
         self._contact_s = clock()  # time of its arrival
         self._lock = threading.Lock()
         self._decided, self._closed, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._ending = threading.Event()  # the main thread reports an error
         self._monitor = HeartbeatMonitor(
             texts.count,
             timeout_s=settings.timeout_s,
@@ -118,16 +119,19 @@ class Watchdog:
         self._phase, self._num_phases = phase, self._num_phases + 1
 
     def end_job(self, end: JobEnd) -> None:
-        """Tell the other processes why this one ends; return when they can read it.
+        """Tell the other processes why this one ends; return when they can read it, or process 0 is gone.
 
         Process 0 returns when the others have read it, because they read through process 0.
         """
+        self._ending.set()
         if not self._closed.is_set() and not self._decided.is_set():
-            with suppress(ConnectionBrokenError):
-                self.texts.publish(f"ended/{self.texts.index}", end.to_json())
-                self._wake.set()
-                if self.texts.index == 0:
-                    self._decided.wait(LINGER_S + self.interval_s)
+            publisher = threading.Thread(target=self._publish_end, args=(end,), daemon=True)
+            publisher.start()  # it may wait forever for an answer of process 0
+            deadline_s = self.clock() + LINGER_S
+            while publisher.is_alive() and not self.is_broken() and self.clock() < deadline_s:
+                publisher.join(TICK_S)
+            if self.texts.index == 0:
+                self._decided.wait(LINGER_S + self.interval_s)
         self.close()
 
     def wait_for_end(self) -> None:
@@ -141,6 +145,11 @@ class Watchdog:
         """Stop watching: all processes have completed their work, or this one reports its own error."""
         self._closed.set()
         self._wake.set()
+
+    def _publish_end(self, end: JobEnd) -> None:
+        with suppress(ConnectionBrokenError):
+            self.texts.publish(f"ended/{self.texts.index}", end.to_json())
+            self._wake.set()
 
     def _send_heartbeats(self) -> None:
         while not self._closed.is_set():
@@ -209,7 +218,7 @@ class Watchdog:
         if self.texts.index == 0:
             self._wait_until_seen(end)
         self._decided.set()
-        if end.process == self.texts.index and end.kind in ("failed", "stopped"):
+        if self._ending.is_set() or (end.process == self.texts.index and end.kind in ("failed", "stopped")):
             return  # its main thread reports the error
         if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
             return  # the main thread reports an error of its own
@@ -223,5 +232,6 @@ class Watchdog:
             with suppress(ConnectionBrokenError):
                 done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
                 if len(done) >= self.texts.count:
+                    time.sleep(TICK_S)  # for the answers to those who have just written
                     return
             time.sleep(TICK_S)

@@ -118,6 +118,30 @@ def test_watchdog_names_a_process_0_that_never_decided():
     assert [end.what for end in ends] == ["process 0 (node0, pid 7) is lost"]
 
 
+class SilentTexts(Texts):
+    """Texts of a process whose service ends before it has answered the end of the job."""
+
+    def publish(self, key: str, text: str) -> None:
+        if key.startswith("ended/"):
+            self.is_up.clear()
+            threading.Event().wait()
+        super().publish(key, text)
+
+
+def test_failed_process_reports_its_own_error_without_an_answer():
+    ends, is_up = list[JobEnd](), threading.Event()
+    is_up.set()
+    texts = SilentTexts(1, {}, is_up)
+    settings = WatchSettings(TIMEOUT_S, 0.0, {1: "node1, pid 8"})
+    dog = Watchdog(texts, settings, is_broken=lambda: not is_up.is_set(), on_end=ends.append)
+    dog.start()
+    main = threading.Thread(target=dog.end_job, args=(JobEnd("failed", 1, "process 1 failed", "disk"),), daemon=True)
+    main.start()
+    main.join(WAIT_S)
+    assert not main.is_alive(), "the main thread can report the error"
+    assert ends == [], "the watchdog does not report another one"
+
+
 def test_watchdogs_stay_silent_after_close():
     job = start_job()
     job.close()
