@@ -80,3 +80,18 @@ def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
         assert "0.02 in process 1" in err
         assert len(err.splitlines()) == 3
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, short = free_port(), ("--set", "train.steps=2", "--set", "checkpoint.every=2")
+    first = start_process(*short, index=0, count=2, port=port)
+    [(code, _, err)] = finish([start_process(*short, "--set", "name=other", index=1, count=2, port=port)])
+    assert code == 1
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in err
+    assert "`recipe recipe`" in err
+    assert "`recipe other`" in err
+    results = finish([first, start_process(*short, index=1, count=2, port=port)])
+    assert [code for code, _, _ in results] == [0, 0], results
