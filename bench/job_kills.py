@@ -85,8 +85,8 @@ def run_case(folder: Path, fault: Fault, expected: tuple[int, str], *, timeout: 
     """
     if not (folder / RUN).is_mount():
         shutil.rmtree(folder / RUN, ignore_errors=True)
-    settings = {"cluster__heartbeat_timeout": timeout, "cluster__start_timeout": START_TIMEOUT}
-    outcome = run_job(folder, RUN, fault, **settings)
+    settings = {"cluster.heartbeat_timeout": timeout, "cluster.start_timeout": START_TIMEOUT}
+    outcome = run_job(folder, RUN, fault, settings=settings)
     (folder / RUN / FILLER).unlink(missing_ok=True)
     restart = run_job(folder, RUN, compiled=folder / COMPILED)
     is_right = restart.codes == (0, 0) and state_digest(folder / RUN) == expected

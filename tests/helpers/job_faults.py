@@ -8,9 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,6 +28,7 @@ SETTINGS = {
     "checkpoint.every": "10",
     "cluster.heartbeat_timeout": "10",
 }
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,12 @@ class Outcome:
 
 
 def run_job(
-    folder: Path, out: str, fault: Fault | None = None, *, compiled: Path | None = None, **settings: str
+    folder: Path,
+    out: str,
+    fault: Fault | None = None,
+    *,
+    settings: Mapping[str, str] = NO_SETTINGS,
+    compiled: Path | None = None,
 ) -> Outcome:
     """Run `prep train recipe.toml` in two processes with two CPU devices each.
 
@@ -84,11 +91,10 @@ def run_job(
         folder: Folder of the recipe.
         out: Folder of the run.
         fault: The fault; None without one.
+        settings: Further recipe keys.
         compiled: Folder of compiled steps, which jax reads and writes; None to compile in each job.
-        **settings: Further recipe keys, `__` for a dot.
     """
-    keys = SETTINGS | {name.replace("__", "."): value for name, value in settings.items()}
-    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    words = [word for key, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{key}={value}")]
     env = {"PYTHONPATH": str(ROOT)}
     if compiled:
         env |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
-from tests.helpers.job_faults import Fault, Outcome, run_job, state_digest
+from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.prepcli.commands.test_train import make_training_folder
 from trainer.distributed.heartbeat import JobEnd
 
@@ -35,9 +36,9 @@ def undisturbed(folder: Path) -> tuple[int, str]:
     return state_digest(folder / "undisturbed")
 
 
-def run_fault(folder: Path, fault: Fault, **settings: str) -> Outcome:
+def run_fault(folder: Path, fault: Fault, settings: Mapping[str, str] = NO_SETTINGS) -> Outcome:
     shutil.rmtree(folder / fault.name, ignore_errors=True)
-    return run_job(folder, fault.name, fault, **settings)
+    return run_job(folder, fault.name, fault, settings=settings)
 
 
 def check_restart(folder: Path, name: str, undisturbed: tuple[int, str]) -> None:
@@ -46,7 +47,7 @@ def check_restart(folder: Path, name: str, undisturbed: tuple[int, str]) -> None
 
 
 def test_survivor_names_a_killed_process(folder: Path) -> None:
-    outcome = run_fault(folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), train__eval_every="0")
+    outcome = run_fault(folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), {"train.eval_every": "0"})
     assert outcome.codes == (STOPPED, KILLED)
     assert "process 1 (" in outcome.message(0)
     assert "is lost" in outcome.message(0)
@@ -107,7 +108,7 @@ def test_error_of_one_process_ends_the_other(folder: Path) -> None:
     (folder / "failed").mkdir()
     (folder / "failed/recipe.toml").touch()
     (folder / "failed/metrics.1.jsonl").mkdir()  # process 1 cannot write its metrics
-    outcome = run_job(folder, "failed", log__all_workers="true")
+    outcome = run_job(folder, "failed", settings={"log.all_workers": "true"})
     assert outcome.codes == (FAILED, FAILED)
     assert "process 1 (" in outcome.message(0)
     assert "metrics.1.jsonl" in outcome.message(0)
