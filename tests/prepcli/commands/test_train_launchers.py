@@ -86,7 +86,7 @@ def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
 def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     make_training_folder()
-    port, short = free_port(), ("--set", "train.steps=2", "--set", "checkpoint.every=2")
+    port, short = free_port(), ("--set", "train.steps=2", "--set", "optimizer.warmup_steps=1")
     first = start_process(*short, index=0, count=2, port=port)
     [(code, _, err)] = finish([start_process(*short, "--set", "name=other", index=1, count=2, port=port)])
     assert code == 1
