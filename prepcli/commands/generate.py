@@ -103,7 +103,9 @@ def _start_processes(address: ProcessAddress, ui: Ui) -> ProcessGroup:
 
     defaults = Cluster()
     return start_processes(
-        address, start_timeout_s=defaults.start_timeout, heartbeat_timeout_s=defaults.heartbeat_timeout
+        replace(address, job=address.job or "prep generate"),
+        start_timeout_s=defaults.start_timeout,
+        heartbeat_timeout_s=defaults.heartbeat_timeout,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.training.step import TrainState
 
+MAX_ISA = "--xla_cpu_max_isa"
+
 
 def train(request: TrainRequest, ui: Ui) -> Report:
     """Train until the recipe's last step or a signal, and save the last step.
@@ -58,6 +61,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     """
     loaded = load_recipe(request.recipe, request.overrides)
     silence_jax(ui)
+    if loaded.recipe.train.reduction == "exact":
+        disable_fused_multiply_add()
     from trainer.distributed.sharding import catch_out_of_memory
 
     group = connect_processes(loaded.recipe)
@@ -139,6 +144,16 @@ def silence_jax(ui: Ui) -> None:
     """Hide the log messages of jax, such as warnings about missing accelerators, unless `-vv` is set."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
+
+
+def disable_fused_multiply_add() -> None:
+    """Let XLA's code for x86 processors round each product; XLA reads the option before it uses the first device.
+
+    LLVM fuses one of the products in `a * b + c * d` with the sum, and its choice depends on the shapes of a program.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if platform.machine() in ("x86_64", "AMD64") and MAX_ISA not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {MAX_ISA}=AVX".strip()  # the newest instructions without fused ones
 
 
 def _open_start_checkpoint(
