@@ -17,8 +17,9 @@ from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.run_tables import Cluster
-from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -119,10 +120,10 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix"}
+    conflicting |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale"}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
-        for key, key_schema in KEY_SCHEMAS.items()
+        for key, key_schema in key_schemas_of("adamw").items()
         if key not in conflicting
     }
     values |= {"data.type": "json", "optimizer.schedule": "cosine"}
@@ -160,6 +161,7 @@ def test_schema_is_strict_json_schema():
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
+TEXT_LISTS = ("data.path", "data.eval_path", "rules", "optimizer.freeze", "optimizer.decay_exclude")
 VALUES_BY_KEY = {
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
@@ -174,6 +176,10 @@ VALUES_BY_KEY = {
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
+    "optimizer.freeze": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_exclude": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.cooldown_steps": st.just(1),
+    "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -211,15 +217,19 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix"}
+    excluded |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
-    optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
+    optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
+    schemas = key_schemas_of(optimizer)
+    excluded |= {"optimizer.type"} | ({"optimizer.schedule"} if optimizer == "palm" else set[str]())
+    required = {key for key, item in schemas.items() if "default" not in item and "absent" not in item} | chosen
+    optional = [*sorted(set(schemas) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
-    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
+    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
+    values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
     if values["data.type"] == "json" and draw(st.booleans()):
         values["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
     elif values["data.type"] == "json" and draw(st.booleans()):
@@ -246,7 +256,7 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
     path.write_bytes(toml(flat).replace("\n", "\r\n" if with_crlf else "\n").encode())
     loaded = load_recipe(path)
     for key, value in flat.items():
-        expected = (value,) if key in ("data.path", "data.eval_path", "rules") and isinstance(value, str) else value
+        expected = (value,) if key in TEXT_LISTS and isinstance(value, str) else value
         assert value_of(loaded.recipe, key) == (tuple(expected) if isinstance(expected, list) else expected)
         assert key not in loaded.origins
     written = tmp_path / "recipe.toml"
