@@ -21,7 +21,7 @@ LAYER_MARK = "\0"  # stands for the number of a layer while a name is split
 
 
 @dataclass(frozen=True, slots=True)
-class StateLeaf:
+class PathLeaf:
     """A leaf of the optimizer state that belongs to a parameter.
 
     Attributes:
@@ -35,7 +35,7 @@ class StateLeaf:
     path: str
 
 
-def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]) -> Iterator[StateLeaf]:
+def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]) -> Iterator[PathLeaf]:
     """Yield the leaves of the optimizer state that belong to a parameter and are in no complete slot.
 
     Args:
@@ -49,7 +49,7 @@ def find_state_leaves(leaves: Shapes, parameters: Shapes, slots: Collection[str]
             continue
         slot = name.removesuffix(f".{path}")
         if slot not in slots:
-            yield StateLeaf(name, slot, path)
+            yield PathLeaf(name, slot, path)
 
 
 def is_path_name(tensor: str) -> bool:

@@ -21,7 +21,7 @@ from prepcli.planning.state_names import (
     identity_axis_map,
     qualify,
 )
-from prepcli.planning.state_rows import StateLeaf, find_state_leaves, state_axis_map
+from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
 from prepcli.planning.strided_copies import Region
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
@@ -116,7 +116,7 @@ def tensors_from_manifest(
 
 
 def _state_leaf_tensors(
-    state_leaf: StateLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, Mapping[str, Any]]
+    state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[SourceTensor]:
     """Yield the tensors of a leaf of an incomplete slot: one per layer.
 

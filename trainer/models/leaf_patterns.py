@@ -13,7 +13,8 @@ from trainer.models.errors import usage_error
 from trainer.models.rules import LEAF_PREFIX, path_without_layers
 from trainer.models.suggest import did_you_mean
 
-FREEZE_KEY, DECAY_EXCLUDE_KEY = "optimizer.freeze", "optimizer.decay_exclude"  # recipe keys with patterns
+PATTERN_KEYS = ("freeze", "decay_exclude", "decay_include")  # keys of the recipe's `[optimizer]`
+FREEZE_KEY = "optimizer.freeze"
 
 
 def matches_any(patterns: Iterable[str], path: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from trainer.models.errors import usage_error
 from trainer.models.leaf_matrices import factored_axes, is_layer_matrix
-from trainer.models.leaf_patterns import DECAY_EXCLUDE_KEY, FREEZE_KEY, check_used, matches_any
+from trainer.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
 from trainer.models.memory_inputs import FLOAT32, StateLeaf
 from trainer.models.param_tree import ParamLeaf
 from trainer.recipe.optimizer_tables import (
@@ -29,8 +29,8 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
     Raises:
         UsageError: A pattern matches no parameter, or all are frozen.
     """
-    check_used(table.freeze, leaves, FREEZE_KEY)
-    check_used(table.decay_exclude, leaves, DECAY_EXCLUDE_KEY)
+    for name in PATTERN_KEYS:
+        check_used(getattr(table, name), leaves, f"optimizer.{name}")
     if not trained_leaves(table, leaves):
         raise usage_error(f"`{FREEZE_KEY}` matches all parameters", "the run would train nothing", "fewer patterns")
 

@@ -10,7 +10,7 @@ from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import PrepError
-from trainer.models.leaf_patterns import DECAY_EXCLUDE_KEY, FREEZE_KEY, check_expressions
+from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
@@ -62,8 +62,8 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation_problems(recipe)
     yield from _schedule_problems(recipe)
     yield from _loss_scale_problems(recipe)
-    for key, patterns in ((FREEZE_KEY, recipe.optimizer.freeze), (DECAY_EXCLUDE_KEY, recipe.optimizer.decay_exclude)):
-        yield from _problem_if_raised(partial(check_expressions, patterns, key), key)
+    for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
+        yield from _problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:

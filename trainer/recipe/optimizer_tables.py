@@ -99,6 +99,12 @@ class OptimizerTable(BaseModel):
         "`re:` and a regular expression that is searched in paths without layer numbers",
         examples=[["re:relative_positions"]],
     )
+    decay_include: Patterns = Field(
+        default=(),
+        description="biases, norms and other leaves that have weight decay as well, in the notation of "
+        "`decay_exclude`, which has priority; `re:.`: all",
+        examples=[["re:norm"]],
+    )
     freeze: Patterns = Field(
         default=(),
         description="leaves that are not trained, in the notation of `decay_exclude`; they have no optimizer state",

@@ -378,9 +378,11 @@ def is_path(key: str) -> bool:
 
 def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
     """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
-    own = {f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()}
+    optimizer_schemas = {f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()}
     return {
-        key: own.get(key, item) for key, item in KEY_SCHEMAS.items() if key in own or not key.startswith("optimizer.")
+        key: optimizer_schemas.get(key, item)
+        for key, item in KEY_SCHEMAS.items()
+        if key in optimizer_schemas or not key.startswith("optimizer.")
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.planning.state_rows import (
-    StateLeaf,
+    PathLeaf,
     find_state_leaves,
     index_state_tensors,
     is_path_name,
@@ -33,8 +33,8 @@ def test_find_state_leaves_takes_moments_and_statistics_outside_of_slots():
     }
     found = list(find_state_leaves(state, PARAMETERS, ["opt_state.full"]))
     assert found == [
-        StateLeaf("opt_state.mu.layers.q", "opt_state.mu", "layers.q"),
-        StateLeaf("opt_state.row.layers.q", "opt_state.row", "layers.q"),
+        PathLeaf("opt_state.mu.layers.q", "opt_state.mu", "layers.q"),
+        PathLeaf("opt_state.row.layers.q", "opt_state.row", "layers.q"),
     ]
 
 

@@ -90,7 +90,7 @@ def test_keys_of_other_optimizers_are_unknown(tmp_path: Path, optimizer: str, ke
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["freeze", "decay_exclude"])
+@pytest.mark.parametrize("key", ["freeze", "decay_exclude", "decay_include"])
 def test_invalid_patterns_are_reported(tmp_path: Path, key: str):
     path = tmp_path / "small.toml"
     path.write_text(recipe_to_toml(make_recipe(), {}))

@@ -161,7 +161,14 @@ def test_schema_is_strict_json_schema():
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
-TEXT_LISTS = ("data.path", "data.eval_path", "rules", "optimizer.freeze", "optimizer.decay_exclude")
+TEXT_LISTS = (
+    "data.path",
+    "data.eval_path",
+    "rules",
+    "optimizer.freeze",
+    "optimizer.decay_exclude",
+    "optimizer.decay_include",
+)
 VALUES_BY_KEY = {
     "name": NAMES,
     "mesh": st.sampled_from(["1,8,1", "-1,1,1", "!fsdp:2,mp:4,sp:2"]),
@@ -178,6 +185,7 @@ VALUES_BY_KEY = {
     "data.source_prefix": TEXTS,
     "optimizer.freeze": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
     "optimizer.decay_exclude": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_include": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
     "optimizer.cooldown_steps": st.just(1),
     "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
     "optimizer.warmup_steps": st.integers(0, 9),

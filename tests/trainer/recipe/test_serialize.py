@@ -19,7 +19,7 @@ ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards"),
-    *("init_lr", "cooldown_steps", "decay_exclude", "freeze", "moment_dtype", "ema", "loss_scale"),
+    *("init_lr", "cooldown_steps", "decay_exclude", "decay_include", "freeze", "moment_dtype", "ema", "loss_scale"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -81,6 +81,7 @@ warmup_steps = 100
 weight_decay = 0.0                              # default
 decay_embeddings = true                         # default
 decay_exclude = []                              # default
+decay_include = []                              # default
 freeze = []                                     # default
 moment_dtype = "float32"                        # default
 ema = 0.0                                       # default

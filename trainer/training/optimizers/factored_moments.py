@@ -101,15 +101,15 @@ def scale_by_factored_moments(
         return FactoredMoments(jnp.zeros((), jnp.int32), *map(unflatten_tree, (v_row, v_col, v)))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, FactoredMoments]:
-        moments = {name: flatten_tree(getattr(state, name)) for name in ("v_row", "v_col", "v")}
+        moment_trees = {name: flatten_tree(getattr(state, name)) for name in ("v_row", "v_col", "v")}
         flat_params = flatten_tree(params)
         new_updates: dict[str, Array] = {}
-        new_moments: dict[str, dict[str, Array]] = {name: {} for name in moments}
+        new_moments: dict[str, dict[str, Array]] = {name: {} for name in moment_trees}
         for path, gradient in flatten_tree(updates).items():
             rule = _LeafRule(MatrixView.of(leaves[path]), factored.get(path), decay_rate)
-            own = {name: values[path] for name, values in moments.items() if path in values}
-            new_updates[path], new_own = rule.update(gradient, own, flat_params[path], count=state.count)
-            for name, value in new_own.items():
+            moments = {name: values[path] for name, values in moment_trees.items() if path in values}
+            new_updates[path], moments = rule.update(gradient, moments, flat_params[path], count=state.count)
+            for name, value in moments.items():
                 new_moments[name][path] = value
         count = optax.safe_increment(state.count)
         return unflatten_tree(new_updates), FactoredMoments(count, *map(unflatten_tree, new_moments.values()))

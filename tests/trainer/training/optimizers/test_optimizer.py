@@ -64,6 +64,15 @@ def test_decay_exclude_takes_paths_and_expressions():
     }  # fmt: skip
 
 
+def test_decay_include_takes_norms_and_biases():
+    leaves = runs.make_setup().model.leaves
+    everything = make_optimizer("adamw", decay_include=("re:.",), decay_exclude=("final_norm",)).decay.mask(leaves)
+    assert {path for path, flag in flatten_tree(everything).items() if not flag} == {
+        "final_norm.scale",
+        "final_norm.bias",
+    }
+
+
 def test_ema_averages_the_parameters():
     setup = runs.make_setup(optimizer=make_optimizer("adamw", ema=0.75))
     state = runs.make_state(setup)

@@ -33,10 +33,11 @@ def test_every_recipe_type_has_an_optimizer():
 def test_build_optimizer_passes_every_key_of_adamw():
     table = AdamWTable(
         lr=1e-3, init_lr=1e-5, b1=0.8, b2=0.7, eps=1e-7, weight_decay=0.1, decay_embeddings=False, clip_norm=2.0,
-        warmup_steps=3, decay_exclude=("head",), freeze=("embed",), moment_dtype="bfloat16", ema=0.9,
+        warmup_steps=3, decay_exclude=("head",), decay_include=("re:norm",), freeze=("embed",),
+        moment_dtype="bfloat16", ema=0.9,
     )  # fmt: skip
     schedule = LRSchedule(peak=1e-3, end=0.0, kind="linear", warmup=3, decay=20, initial=1e-5)
-    decay = WeightDecay(0.1, False, ("head",))
+    decay = WeightDecay(0.1, False, ("head",), ("re:norm",))
     expected = Optimizer(AdamW(0.8, 0.7, 1e-7), schedule, decay, 2.0, ("embed",), "bfloat16", 0.9)
     assert build_optimizer(table, 20) == expected
 
