@@ -184,10 +184,12 @@ def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
 def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
     from trainer.training.loading import init_state, restore_state
+    from trainer.training.step import has_optimizer_state
 
     if not run.step:
         return init_state(reader, run.job.setup)
-    if not any(name.startswith("opt_state.") for name in reader.leaves):
+    is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
+    if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)

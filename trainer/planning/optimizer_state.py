@@ -68,6 +68,7 @@ def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]
 
 
 def _second_moments(table: AdafactorTable | PalmTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
-    is_factored = isinstance(table, AdafactorTable) and table.factored
-    axes = factored_axes(leaf, table.min_factored_size) if is_factored else None
+    axes = None
+    if isinstance(table, AdafactorTable) and table.factored:
+        axes = factored_axes(leaf, table.min_factored_size)
     yield from (axes.row_mean, axes.col_mean) if axes else (NO_AXES,)

@@ -109,6 +109,11 @@ def state_shapes(setup: StepSetup) -> TrainState:
     return jax.tree_util.tree_map_with_path(with_sharding, unsharded)
 
 
+def has_optimizer_state(setup: StepSetup) -> bool:
+    """Return whether the optimizer keeps anything between steps; gradient descent without momentum does not."""
+    return bool(jax.tree.leaves(state_shapes(setup)["opt_state"]))
+
+
 def _state_sharding(shape: tuple[int, ...], param: ParamLeaf | None, sharding: ShardingContext) -> NamedSharding | None:
     """Return the sharding of a leaf of the state that belongs to a parameter, or (None) to none."""
     axes = None if param is None else reduced_axes(shape, param.shape)

@@ -25,7 +25,7 @@ class FactoredMoments(NamedTuple):
     The leaves of `v_row` and `v_col` keep the axes that they are means over, with extent 1.
     """
 
-    count: Array
+    count: Any  # int32 []; a tuple has a method of this name
     v_row: Tree
     v_col: Tree
     v: Tree
@@ -78,7 +78,7 @@ def by_matrix(
 
         return jax.tree.map(update_leaf, views, updates, params), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def scale_by_factored_moments(
@@ -111,7 +111,7 @@ def scale_by_factored_moments(
             new_updates[path], moments = rule.update(gradient, moments, flat_params[path], count=state.count)
             for name, value in moments.items():
                 new_moments[name][path] = value
-        count = optax.safe_increment(state.count)
+        count: Any = optax.safe_increment(state.count)
         return unflatten_tree(new_updates), FactoredMoments(count, *map(unflatten_tree, new_moments.values()))
 
     return optax.GradientTransformation(init, update)

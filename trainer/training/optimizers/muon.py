@@ -88,7 +88,7 @@ def _scale_leaves(factors: Tree) -> optax.GradientTransformation:
 
         return jax.tree.map(scale, factors, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def build_muon(table: MuonTable) -> Muon:

@@ -17,7 +17,7 @@ def scale_by_rate() -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Any, Any]:
         return jax.tree.map(lambda leaf: learning_rate * leaf, updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def add_scaled_decay(rate: float, mask: Any, power: int) -> optax.GradientTransformationExtraArgs:
@@ -39,4 +39,4 @@ def add_scaled_decay(rate: float, mask: Any, power: int) -> optax.GradientTransf
 
         return jax.tree.map(add, updates, params, mask), state
 
-    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

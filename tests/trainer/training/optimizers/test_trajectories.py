@@ -112,8 +112,9 @@ def test_adafactor_follows_optax(factored: bool, momentum: float, clip: float):
     """The second case is the parameter-scaled AdamW of llamabpt."""
     keys = {"factored": factored, "momentum": momentum, "clip_threshold": clip}
     optimizer = make_optimizer("adafactor", weight_decay=0.0, schedule="cosine", warmup_steps=5, **keys)
+    rate: Any = optimizer.lr_schedule.learning_rate
     reference = optax.adafactor(
-        optimizer.lr_schedule.learning_rate,
+        rate,
         min_dim_size_to_factor=8,
         momentum=momentum or None,
         factored=factored,
@@ -191,9 +192,8 @@ def test_muon_follows_optax():
     def numbers(params: Any) -> Any:
         return {name: optax.contrib.MuonDimensionNumbers(1, 0) if is_muon(name) else None for name in params}
 
-    adam = {"adam_b1": 0.9, "adam_b2": 0.95}
     rate: Any = optimizer.lr_schedule.learning_rate
-    reference = optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, nesterov=True, **adam)
+    reference = optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, nesterov=True, adam_b2=0.95)
     expected, actual = train_optax(optimizer, reference), run_trajectory(optimizer, STEPS)[-1]
     names = [name for name in actual if is_muon(name)]
     assert_close({name: actual[name] for name in names}, {name: expected[name] for name in names}, rtol=1e-4)
