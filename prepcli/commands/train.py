@@ -201,12 +201,14 @@ def _last_step(place: RunPlace, request: TrainRequest, group: ProcessGroup) -> i
 def _load_train_state(run: Run, reader: ItemReader | WeightsReader | RandomReader) -> TrainState:
     """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
     from trainer.training.loading import init_state, random_state, restore_state
+    from trainer.training.step import has_optimizer_state
 
     if isinstance(reader, RandomReader):
         return random_state(run.job.setup, run.recipe.seed)
     if not run.step:
         return init_state(reader, run.job.setup)
-    if not any(name.startswith("opt_state.") for name in reader.leaves):
+    is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
+    if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)

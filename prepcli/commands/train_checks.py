@@ -16,12 +16,12 @@ from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_place import RunPlace
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
-from trainer.models.memory_estimate import STATE_COPIES
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.rules import Rules
 from trainer.planning.memory_changes import find_memory_change
 from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.planning.optimizer_state import state_leaves
 from trainer.planning.step_inputs import context_warnings
 from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
 from trainer.recipe import Recipe
@@ -156,9 +156,11 @@ def host_memory() -> dict[str, int | None]:
 
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
-    """Return the size of one checkpoint: float32 parameters, and two moments of each if they are saved."""
-    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
-    return FLOAT32 * count * (STATE_COPIES if recipe.checkpoint.optimizer_state else 1)
+    """Return the size of one checkpoint: float32 parameters, and the optimizer state if it is saved."""
+    params_nbytes = FLOAT32 * sum(math.prod(leaf.shape) for leaf in leaves.values())
+    if not recipe.checkpoint.optimizer_state:
+        return params_nbytes
+    return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:

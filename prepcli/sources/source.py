@@ -18,6 +18,7 @@ from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, rea
 from prepcli.planning.accounting import Accounting, MatchOptions, TensorInfo, TensorNames, match_tensors
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
+from prepcli.planning.state_rows import is_path_name
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
@@ -110,7 +111,8 @@ class Source:
         """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
         names = {t.name: self.names.full_name(t.name) for t in self.tensors}
         for slot, name in (split_name(t.name) for t in self.state_tensors):
-            names[qualify(slot, name)] = qualify(slot, self.names.full_name(name)) if slot else name
+            full_name = name if is_path_name(name) else self.names.full_name(name)
+            names[qualify(slot, name)] = qualify(slot, full_name) if slot else name
         return names
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:

@@ -6,10 +6,11 @@ element in the dtype of the computation.
 
 At its peak a step needs
 
-    state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter
-    gradients            their sum and the update, float32: 8 bytes per parameter. With exact reduction also the unsplit
-                         sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp the gathered
-                         parameters, float32: 4 bytes per parameter of the whole model each
+    state                parameters in float32 and the optimizer state, split by the mesh: 12 bytes per parameter for
+                         two moments in float32
+    gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
+                         the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
+                         the gathered parameters, float32: 4 bytes per parameter of the whole model each
     batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
@@ -64,7 +65,7 @@ from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.parameters import DECODER, ENCODER
 
-STATE_COPIES = 3  # a parameter and its two moments
+MOMENTS = 2  # of a parameter, float32, if the inputs have no optimizer state
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 2
 
@@ -114,11 +115,13 @@ class MemoryEstimate:
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
     num_parameters = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    trained = (leaf for path, leaf in inputs.leaves.items() if path not in inputs.frozen)
+    num_trained = sum(map(inputs.local_leaf_size, trained))
     stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
         parameters=FLOAT32 * num_parameters,
-        moments=FLOAT32 * (STATE_COPIES - 1) * num_parameters,
-        gradients=FLOAT32 * GRADIENT_COPIES * num_parameters + _exact_reduction_nbytes(inputs),
+        moments=_optimizer_nbytes(inputs, num_parameters),
+        gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),
@@ -126,6 +129,13 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         batch=_batch_nbytes(inputs),
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
+
+
+def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
+    """Return the bytes of the optimizer state on one device."""
+    if inputs.optimizer_state is None:
+        return FLOAT32 * MOMENTS * num_parameters
+    return sum(map(inputs.local_state_nbytes, inputs.optimizer_state))
 
 
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:

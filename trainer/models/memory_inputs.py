@@ -19,6 +19,31 @@ NO_SCORES = (0, 0)  # attention tile of a kernel that keeps scores on the chip
 
 
 @dataclass(frozen=True, slots=True)
+class StateLeaf:
+    """A leaf of the optimizer state.
+
+    Attributes:
+        param: Its parameter.
+        reduced_axes: Axes of the parameter that the leaf has with extent 1.
+        itemsize: Bytes per element.
+    """
+
+    param: ParamLeaf
+    reduced_axes: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on all devices."""
+        return self.itemsize * math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        return tuple(1 if axis in self.reduced_axes else extent for axis, extent in enumerate(self.param.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryInputs:
     """The inputs of the memory estimate.
 
@@ -40,6 +65,8 @@ class MemoryInputs:
         accumulate: Micro-batches of a step.
         is_exact: Whether gradients are summed in an order that does not depend on the mesh; `accumulate` is then the
             number of logical shards of a device.
+        optimizer_state: Leaves of the optimizer state that belong to parameters; None for two float32 moments of each.
+        frozen: Paths of the parameters that are not trained.
         blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
             its backward pass, as XLA plans for CPUs.
     """
@@ -59,6 +86,8 @@ class MemoryInputs:
     attention_tile: tuple[int, int] | None = None
     accumulate: int = 1
     is_exact: bool = False
+    optimizer_state: tuple[StateLeaf, ...] | None = None
+    frozen: frozenset[str] = frozenset()
     blocks_overlap: bool = True
 
     @property
@@ -114,6 +143,14 @@ class MemoryInputs:
         axes = [axis for dim_axes in spec.mesh_axes for axis in dim_axes] if spec else []
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
+
+    def local_state_nbytes(self, leaf: StateLeaf) -> int:
+        """Return the bytes of a leaf of the optimizer state on one device."""
+        param = leaf.param
+        if not self.mesh:
+            return leaf.nbytes
+        spec = leaf_spec(param.path, param.dims, param.shape, mesh=self.mesh, rules=self.rules)
+        return leaf.nbytes // math.prod(spec.without_axes(leaf.reduced_axes).shards_per_dim)
 
     def extent(self, dim: str) -> int:
         """Return the extent of a logical dim of the parameters; 0 if no parameter has it."""

@@ -28,9 +28,10 @@ from trainer.models.partition import num_batch_shards, num_sequence_shards
 from trainer.models.registry import family_of
 from trainer.models.rules import Rules
 from trainer.planning.exact_reduction import reduction_shards, rows_per_device
+from trainer.planning.optimizer_state import state_leaves, trained_leaves
 from trainer.recipe import Recipe, batch_shape
 
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Shapes(Protocol):
@@ -107,6 +108,8 @@ def step_inputs(
         attention_tile=find_kernel(kernel).score_tile(sizes.queries, sizes.keys),
         accumulate=shape.size // (num_rows * n_replicas),
         is_exact=num_shards > 0,
+        optimizer_state=state_leaves(recipe.optimizer, model.leaves),
+        frozen=frozenset(model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()),
         blocks_overlap=widens_bfloat16,
     )
 

@@ -16,6 +16,7 @@ from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
+from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import run_dropout, step_inputs
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
@@ -105,6 +106,7 @@ def plan_training(
     check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
+    check_patterns(recipe.optimizer, shapes.leaves)
     for leaf in shapes.leaves.values():
         leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
     widens_bfloat16 = device.platform == CPU.platform

@@ -10,6 +10,7 @@ from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
 from trainer.models.errors import PrepError
+from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
@@ -61,6 +62,9 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _schedule_problems(recipe)
+    yield from _loss_scale_problems(recipe)
+    for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
+        yield from _problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
@@ -209,6 +213,13 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
     if n_steps:
         yield from _problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
+
+
+def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
+    key, scale = "optimizer.loss_scale", recipe.optimizer.loss_scale
+    if scale is not None and recipe.model.dtype != "float16":
+        what, why = f"`{key}` is {format_value(scale)}", f"`model.dtype` is {recipe.model.dtype}, which needs none"
+        yield Problem((key,), what, why, '`dtype = "float16"` in [model]')
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:

@@ -36,6 +36,11 @@ RuleTexts = Annotated[
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+Patterns = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(_as_tuple),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
 ActivationNames = Annotated[
     tuple[ActivationName, ...],
     Field(min_length=1),

@@ -20,7 +20,7 @@ from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import DEFAULT_FIELDS
-from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, unknown_key_hint
+from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, is_known, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -174,7 +174,7 @@ def _drop_unknown_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name in TABLE_NAMES:
         if isinstance(values := known.get(name), dict):
-            known[name] = {key: value for key, value in values.items() if f"{name}.{key}" in KEY_SCHEMAS}
+            known[name] = {key: value for key, value in values.items() if is_known(name, key, values)}
     return known
 
 

@@ -24,7 +24,7 @@ from trainer.recipe.key_types import (
     if_absent,
 )
 from trainer.recipe.model_table import Model
-from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AnyOptimizerTable
 from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
 from trainer.recipe.text_fields import DataType
 
@@ -259,9 +259,10 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A key that several members have is described by the first of them.
     """
     types = [member["type"] for member in members]
-    description = "; ".join(type_schema["description"] for type_schema in types)
+    names = [type_schema["const"] for type_schema in types]
+    description = "; ".join(f"{name}: {item['description']}" for name, item in zip(names, types))
     merged: dict[str, Any] = {
-        "type": {"anyOf": types, "default": types[0]["default"], "description": description},
+        "type": {"enum": names, "type": "string", "default": types[0]["default"], "description": description},
     }
     for member in members:
         merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
@@ -269,6 +270,10 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
+OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # type -> name of a key -> JSON schema
+    name: {key: KEY_SCHEMAS["optimizer.type"] if key == "type" else item for key, item in member["properties"].items()}
+    for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
+}
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
@@ -277,13 +282,19 @@ def is_path(key: str) -> bool:
     return any(alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key]))
 
 
+def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
+    optimizer_schemas = {f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()}
+    return {
+        key: optimizer_schemas.get(key, item)
+        for key, item in KEY_SCHEMAS.items()
+        if key in optimizer_schemas or not key.startswith("optimizer.")
+    }
+
+
 def keys_of(recipe: Recipe) -> Iterator[str]:
     """Yield the dotted keys of a recipe, without keys that only other optimizers have."""
-    optimizer_keys = type(recipe.optimizer).model_fields
-    for key in KEY_SCHEMAS:
-        table, _, name = key.rpartition(".")
-        if table != "optimizer" or name in optimizer_keys:
-            yield key
+    yield from key_schemas_of(recipe.optimizer.type)
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

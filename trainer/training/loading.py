@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -40,10 +39,10 @@ def init_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
     shapes = _sharded_shapes(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     init_rest = jax.jit(
-        lambda: _without_params(init_train_state(_zeros(shapes["params"]), setup)),
-        out_shardings=_without_params(shardings),
+        lambda params: _without_params(init_train_state(params, setup)), out_shardings=_without_params(shardings)
     )
-    return {"params": load_float32_params(reader, setup), **init_rest()}
+    params = load_float32_params(reader, setup)
+    return {"params": params, **init_rest(params)}
 
 
 def random_state(setup: StepSetup, seed: int) -> TrainState:
@@ -101,7 +100,3 @@ def _sharded_shapes(setup: StepSetup) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first_device)
 
     return jax.tree.map(with_sharding, state_shapes(setup))
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)

@@ -30,11 +30,13 @@ from trainer.nn.lm_head import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config
+from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
 from trainer.training.loop import Job
+from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
 from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.step import StepSetup
@@ -272,6 +274,7 @@ def build_job(
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
     """
     assert sharding.mesh is not None
+    check_patterns(recipe.optimizer, model.leaves)
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     n_rows = datasets.train.n_rows
     order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
@@ -296,7 +299,7 @@ def build_job(
             **manifest_fields,
             "data": datasets.identity,
             "batch_size": shape.size,
-            "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
+            "rate": setup.optimizer.lr_schedule.manifest_fields(),
         },
         stop_after=stop_after,
     )
@@ -324,7 +327,7 @@ def build_step_setup(
         device: Kind of the devices whose default sizes to use; None for that of the mesh.
 
     Raises:
-        UsageError: Batch, learning rate schedule and mesh do not fit together.
+        UsageError: Batch, learning rate schedule and mesh do not fit together, or a pattern matches no parameter.
     """
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
@@ -351,5 +354,14 @@ def build_step_setup(
         loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing),
         dropout=dropout,
         seed=recipe.seed,
+        loss_scale=_loss_scale(recipe),
         reduction_shards=num_shards,
     )
+
+
+def _loss_scale(recipe: Recipe) -> LossScale | None:
+    """Return the loss scale of a run in float16; None in other dtypes."""
+    if recipe.model.dtype != "float16":
+        return None
+    scale = recipe.optimizer.loss_scale
+    return LossScale(scale, is_dynamic=False) if isinstance(scale, int | float) else LossScale()

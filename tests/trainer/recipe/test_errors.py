@@ -104,8 +104,9 @@ FILES = {
     ),
     "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
-        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine" or "constant": shape of the learning '
-        "rate decay - did you mean `cosine`?",
+        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "constant", "wsd" or '
+        '"rsqrt": shape of the learning rate decay; wsd: constant, then linear in the last `cooldown_steps`; rsqrt: '
+        "with the inverse square root of the step - did you mean `cosine`?",
     ),
     "neither of two types": (
         GOOD + '[checkpoint]\nkeep = "every"\n',

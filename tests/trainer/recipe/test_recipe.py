@@ -17,8 +17,9 @@ from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
 from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.run_tables import Cluster
-from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -50,7 +51,9 @@ def test_load_recipe_fills_in_defaults(small: Path):
     recipe = loaded.recipe
     assert (recipe.name, recipe.seed, recipe.mesh) == ("small", 0, "-1,1,1")
     assert (recipe.model.path, recipe.data.path, recipe.data.fields) == ("tiny-init", ("train.txt",), None)
-    assert (recipe.checkpoint.keep, recipe.optimizer.b2, recipe.model.head_chunk_size) == (2, 0.999, None)
+    assert (recipe.checkpoint.keep, recipe.model.head_chunk_size) == (2, None)
+    assert isinstance(recipe.optimizer, AdamWTable)
+    assert recipe.optimizer.b2 == 0.999
     assert loaded.origins["seed"] == loaded.origins["name"] == loaded.origins["eval.limit"] == "default"
     assert set(KEY_SCHEMAS) - set(loaded.origins) == {
         "model.path",
@@ -119,10 +122,10 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", *START_KEYS}
+    conflicting |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale", *START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
-        for key, key_schema in KEY_SCHEMAS.items()
+        for key, key_schema in key_schemas_of("adamw").items()
         if key not in conflicting
     }
     values |= {"data.type": "json", "optimizer.schedule": "cosine"}
@@ -161,6 +164,14 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
 START_KEYS = ("model.init", "model.preset", "model.config")  # of a random start, instead of `model.path`
+TEXT_LISTS = (
+    "data.path",
+    "data.eval_path",
+    "rules",
+    "optimizer.freeze",
+    "optimizer.decay_exclude",
+    "optimizer.decay_include",
+)
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
     "name": NAMES,
@@ -176,6 +187,11 @@ VALUES_BY_KEY = {
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
+    "optimizer.freeze": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_exclude": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_include": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.cooldown_steps": st.just(1),
+    "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -213,16 +229,20 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix"}
+    excluded |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
+    optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
+    schemas = key_schemas_of(optimizer)
+    excluded |= {"optimizer.type"} | ({"optimizer.schedule"} if optimizer == "palm" else set[str]())
+    required = {key for key, item in schemas.items() if "default" not in item and "absent" not in item} | chosen
     required |= {"model.path"}
-    optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
+    optional = [*sorted(set(schemas) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
-    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
+    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
+    values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
     if values["data.type"] == "json" and draw(st.booleans()):
         values["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
     elif values["data.type"] == "json" and draw(st.booleans()):
@@ -249,7 +269,7 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
     path.write_bytes(toml(flat).replace("\n", "\r\n" if with_crlf else "\n").encode())
     loaded = load_recipe(path)
     for key, value in flat.items():
-        expected = (value,) if key in ("data.path", "data.eval_path", "rules") and isinstance(value, str) else value
+        expected = (value,) if key in TEXT_LISTS and isinstance(value, str) else value
         assert value_of(loaded.recipe, key) == (tuple(expected) if isinstance(expected, list) else expected)
         assert key not in loaded.origins
     written = tmp_path / "recipe.toml"

@@ -19,6 +19,7 @@ ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
+    *("init_lr", "cooldown_steps", "decay_exclude", "decay_include", "freeze", "moment_dtype", "ema", "loss_scale"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -74,13 +75,21 @@ per_replica = 2
 [optimizer]
 type = "adamw"                                  # default
 lr = 3e-4
+init_lr = 0.0                                   # default
 end_lr = 0.0                                    # default
 schedule = "linear"                             # default
 warmup_steps = 100
 # warmup_ratio: from `warmup_steps`, or 0       # default
 # decay_steps: the run's steps                  # default
+# cooldown_steps: a tenth of the steps, for wsd # default
 weight_decay = 0.0                              # default
 decay_embeddings = true                         # default
+decay_exclude = []                              # default
+decay_include = []                              # default
+freeze = []                                     # default
+moment_dtype = "float32"                        # default
+ema = 0.0                                       # default
+# loss_scale: dynamic for float16, else none    # default
 b1 = 0.9                                        # default
 b2 = 0.999                                      # default
 eps = 1e-8                                      # default
