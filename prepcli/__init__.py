@@ -27,11 +27,13 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.options import (
         ConversionOptions,
         DropOptions,
         ExportOptions,
         LayoutOptions,
+        ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
         ReshardOptions,
@@ -54,6 +56,7 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "ModuleOptions",
     "NewRowOptions",
     "OutputExistsError",
     "PadVocabOptions",
@@ -69,9 +72,12 @@ __all__ = [
     "Verification",
     "__version__",
     "export",
+    "from_hf_flax",
     "generate",
     "inspect",
+    "linen_model",
     "load_params",
+    "nnx_model",
     "pad_vocab",
     "plan_export",
     "plan_pad_vocab",
@@ -79,6 +85,7 @@ __all__ = [
     "plan_save_init",
     "reshard",
     "save_init",
+    "to_hf_flax",
     "train",
     "verify",
 ]
@@ -86,6 +93,7 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
     "prepcli.console.progress": ("Progress",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -27,8 +28,12 @@ def init_params(model: ModelSpec, seed: int) -> Tree:
     Returns:
         Nested dict of float32 arrays.
     """
-    key = jax.random.key(seed)
-    return unflatten_tree({path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()})
+    return init_leaves(model.leaves, jax.random.key(seed), model.arch_config)
+
+
+def init_leaves(leaves: Mapping[str, ParamLeaf], key: Array, arch_config: ArchConfig) -> Tree:
+    """Initialize some or all leaves of a model, with the values that `init_params` has for a random key."""
+    return unflatten_tree({path: _init_leaf(leaf, key, arch_config) for path, leaf in leaves.items()})
 
 
 def _init_leaf(leaf: ParamLeaf, key: Array, arch_config: ArchConfig) -> Array:
