@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SourceOptions,
     )
     from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.saving import save_params
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -85,6 +86,7 @@ __all__ = [
     "plan_save_init",
     "reshard",
     "save_init",
+    "save_params",
     "to_hf_flax",
     "train",
     "verify",
@@ -96,6 +98,7 @@ _MODULES = {
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.saving": ("save_params",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
 
 from prepcli.api.options import ModuleOptions, PathLike, SourceOptions, common_options
@@ -40,9 +39,9 @@ def nnx_model(
 ) -> NNXModel:
     """Return a model as a module of `flax.nnx`.
 
-    `model(tokens)` computes logits, and `model.loss_sums(tokens, targets, weights)` the sums of the cross entropy without
-    the logits of all tokens. `model.params` is the tree of `load_params`; `nnx.update(model, tree)` sets it. Dropout is
-    not supported.
+    `model(tokens)` computes logits, and `model.loss_sums(tokens, targets, weights)` the sums of the cross entropy
+    without the logits of all tokens. `model.params` is the tree of `load_params`; `nnx.update(model, tree)` sets it.
+    Dropout is not supported.
 
     Args:
         model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
@@ -75,8 +74,8 @@ def linen_model(
 ) -> tuple[LinenModel, dict[str, Tree]]:
     """Return a model as a module of `flax.linen`, and its variables.
 
-    `model.apply(variables, tokens)` computes logits; `method="loss_sums"` computes the sums of the cross entropy without
-    the logits of all tokens. `variables["params"]` is the tree of `load_params`. Dropout is not supported.
+    `model.apply(variables, tokens)` computes logits; `method="loss_sums"` computes the sums of the cross entropy
+    without the logits of all tokens. `variables["params"]` is the tree of `load_params`. Dropout is not supported.
 
     Args:
         model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
@@ -100,7 +99,9 @@ def linen_model(
 
 
 @public
-def to_hf_flax(params: Mapping[str, Any], model: PathLike | Mapping[str, Any], **options: Unpack[SourceOptions]) -> Tree:
+def to_hf_flax(
+    params: Mapping[str, Any], model: PathLike | Mapping[str, Any], **options: Unpack[SourceOptions]
+) -> Tree:
     """Return parameters as the tree of the family's Flax class in transformers 4, without padding of the vocabulary.
 
     `export` with `layout="hf-flax"` writes the same tree. The conversion takes twice the memory of the parameters.
@@ -155,7 +156,9 @@ def _needs_flax() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "flax":
             raise
-        raise PrepError("Flax modules are not available", "flax is not installed", "`pip install 'prepcli[flax]'`") from error
+        raise PrepError(
+            "Flax modules are not available", "flax is not installed", "`pip install 'prepcli[flax]'`"
+        ) from error
 
 
 def _read_config(model: PathLike | Mapping[str, Any], options: Any) -> tuple[Family, Mapping[str, Any]]:

@@ -48,8 +48,8 @@ class ModuleOptions(SourceOptions, total=False):
         dtype: Dtype of the computation; default: "float32".
         param_dtype: Dtype of the parameters; default: "float32".
         attention_kernel: One of the recipe's `model.attention_kernel`; default: "blockwise".
-        remat_policy: Activations that a layer saves for its backward pass, as the recipe's `model.remat_policy`; default:
-            "none".
+        remat_policy: Activations that a layer saves for its backward pass, one of the recipe's `model.remat_policy`;
+            default: "none".
         seed: Seed of random parameters; default: 0.
         verify: Compare every byte with the checkpoint's checksums or digests; default: True.
     """

@@ -134,9 +134,7 @@ def _unscanned_indices(axis_map: AxisMap) -> Iterator[dict[str, int]]:
             yield unscanned
 
 
-def _scatter_leaf(
-    leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None
-) -> None:
+def _scatter_leaf(leaf: Array, axis_map: AxisMap, tensors: Tensors, unscanned: Mapping[str, int] | None = None) -> None:
     """Write a leaf to its places in its tensors."""
     leaf_factors = [factor for dim in axis_map.leaf_dims for factor in dim]
     if leaf.shape != axis_map.leaf_shape:

@@ -51,6 +51,4 @@ class NNXModel(nnx.Module):
         source_mask: Array | None = None,
     ) -> LossSums:
         """Compute the summed cross entropy, in memory linear in the tokens; see `Computation.loss_sums`."""
-        return self.computation.loss_sums(
-            self.params, tokens, targets, weights, source=source, source_mask=source_mask
-        )
+        return self.computation.loss_sums(self.params, tokens, targets, weights, source=source, source_mask=source_mask)
