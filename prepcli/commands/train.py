@@ -57,6 +57,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
     loaded = load_recipe(request.recipe, request.overrides)
+    request.token_functions.check(loaded.recipe)
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
 
@@ -124,6 +125,7 @@ def _shared_options(request: TrainRequest) -> dict[str, object]:
         "--dry-run": request.dry_run,
         "--stream": request.stream,
         "--no-verify": not request.verify,
+        **request.token_functions.manifest_fields,
     }
 
 

@@ -20,7 +20,7 @@ from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
-from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
+from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch
@@ -43,6 +43,7 @@ class StepSetup:
         loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
         dropout: Rates of dropout and forgetful causal masking; evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
+        metric_fn: Computes values of each token in evaluation by name; None for none.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
     """
@@ -54,6 +55,7 @@ class StepSetup:
     loss_terms: LossTerms = NO_LOSS_TERMS
     dropout: DropoutConfig = NO_DROPOUT
     seed: int = 0
+    metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
 
     @property
