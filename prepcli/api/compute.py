@@ -93,7 +93,7 @@ def generate(
         checkpoint: Folder, alias, hub id, training run, or a step of one.
         prompts: One prompt, or several, as text.
         tokens: Prompts as token ids. They follow the text prompts in the result.
-        tokenizer: A tokenizer.json; default: the checkpoint's.
+        tokenizer: A tokenizer.json, a SentencePiece model, or a folder with a tokenizer; default: the checkpoint's.
         max_new_tokens: Limit per prompt; default: 64, or fewer if the positions end.
         temperature: 0 selects the most likely token.
         top_k: Sample from this many of the most likely tokens; 0: all.

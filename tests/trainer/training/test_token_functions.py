@@ -24,7 +24,7 @@ from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.lm_head import LMHead, LossTerms, loss_sums
 from trainer.training import feed
 from trainer.training.evaluation import evaluate, jit_eval_step
-from trainer.training.step import StepSetup, state_shapes, train_step
+from trainer.training.step import StepSetup, TrainState, leaf_name, state_shapes, train_step
 from trainer.training.token_functions import TokenFunctions, function_name
 
 
@@ -53,19 +53,26 @@ def first_batch(setup: StepSetup) -> dict[str, Array]:
     return feed.load_batch(job.train, job.order.rows(0), setup.sharding)
 
 
-def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[float, Tree]:
-    """Return the mean loss of a step, and the parameters after it."""
+def take_step(setup: StepSetup, weights: np.ndarray | None = None) -> tuple[float, TrainState]:
+    """Return the mean loss of a step, and the state after it."""
     batch = first_batch(setup)
     if weights is not None:
         batch |= {"weights": jax.device_put(weights, batch["weights"].sharding)}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     step = jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
     state, sums = step(runs.make_state(setup), batch)
-    return float(sums["loss"]) / float(sums["weight"]), state["params"]
+    return float(sums["loss"]) / float(sums["weight"]), state
+
+
+def first_moments(state: TrainState) -> dict[str, Array]:
+    """Return the first moments of a state by parameter."""
+    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state["opt_state"])[0]}
+    return {name.partition("mu.")[2]: leaf for name, leaf in leaves.items() if "mu." in name}
 
 
 def focal_setup(**options: Any) -> StepSetup:
-    return replace(runs.make_setup(**options), loss_terms=LossTerms(token_loss=focal_loss))
+    optimizer = replace(runs.ADAMW, lr_schedule=replace(runs.ADAMW.lr_schedule, warmup=0))
+    return replace(runs.make_setup(**options), optimizer=optimizer, loss_terms=LossTerms(token_loss=focal_loss))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
@@ -94,11 +101,11 @@ def test_token_loss_gradients_equal_those_of_a_direct_computation(chunk_size: in
 
 def test_loss_of_a_step_equals_a_direct_computation():
     setup = focal_setup()
-    loss, params = take_step(setup)
+    loss, state = take_step(setup)
     batch, before = first_batch(setup), runs.make_state(setup)["params"]
     expected = jax.jit(partial(direct_mean_loss, setup=setup))(before, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    after = jax.jit(partial(direct_mean_loss, setup=setup))(params, batch)
+    after = jax.jit(partial(direct_mean_loss, setup=setup))(state["params"], batch)
     assert after < expected
 
 
@@ -116,11 +123,13 @@ def test_loss_of_a_step_equals_a_direct_computation():
 )
 def test_token_loss_does_not_depend_on_mesh_or_micro_batches(mesh: str, accumulate: int, options: dict[str, Any]):
     weights = np.random.default_rng(0).integers(0, 3, (8, runs.LENGTH)).astype(np.float32)
-    loss, params = take_step(focal_setup(mesh=mesh, accumulate=accumulate, **options), weights)
+    loss, state = take_step(focal_setup(mesh=mesh, accumulate=accumulate, **options), weights)
     expected_loss, expected = take_step(focal_setup(), weights)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for path, leaf in flatten_tree(params).items():
-        np.testing.assert_allclose(leaf, flatten_tree(expected)[path], atol=2e-4, err_msg=path)
+    moments, expected_moments = (first_moments(tree) for tree in (state, expected))
+    assert moments.keys() == {*flatten_tree(expected["params"])}
+    for path, moment in moments.items():  # a tenth of the gradient
+        np.testing.assert_allclose(moment, expected_moments[path], rtol=2e-4, atol=2e-7, err_msg=path)
 
 
 @pytest.mark.parametrize("mesh", ["", "2,2,2"])
