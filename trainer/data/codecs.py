@@ -11,9 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.models.errors import PrepError
 
-NO_EXTRA_TOKENS = (False, False)
-# Whether the tokenizers of a class put a begin and an end token around a text, unless their settings say otherwise
-EXTRA_TOKENS = {"LlamaTokenizer": (True, False), "GemmaTokenizer": (True, False), "T5Tokenizer": (False, True)}
+ENDS_PROMPTS = ("T5Tokenizer",)  # classes that put the end token after a text, unless their settings say otherwise
 
 
 class Codec(Protocol):
@@ -158,9 +156,10 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
     except Exception as error:  # the library has no exception type of its own
         raise PrepError(f"{file} is not a SentencePiece model", str(error), "`--set data.tokenizer=PATH`") from error
     class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    adds_bos, adds_eos = EXTRA_TOKENS.get(class_name, NO_EXTRA_TOKENS)
     return SentencePieceCodec(
-        processor, bool(settings.get("add_bos_token", adds_bos)), bool(settings.get("add_eos_token", adds_eos))
+        processor,
+        adds_bos=bool(settings.get("add_bos_token")),
+        adds_eos=bool(settings.get("add_eos_token", class_name in ENDS_PROMPTS)),
     )
 
 

@@ -22,25 +22,31 @@ WORDS = [
 ]
 TEXTS = ["the quick fox", " the  fox\n\tbox ", "日本 é jam", "", "wizards—box", "x" * 50, "a </s> b"]
 LLAMA = {
-    "tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
+    "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>",
+    "unk_token": "<unk>",
 }  # fmt: skip
 T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "unigram": {"byte_fallback": True},
+    "bpe": {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},  # Llama's
+    "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "vocab_size": 60},
+}
+
+
 @lru_cache
 def trained_model(kind: str) -> bytes:
-    """Return a SentencePiece model with byte fallback, of type unigram (as T5's) or bpe (as Llama's)."""
+    """Return a SentencePiece model that is trained with the options of a kind."""
     sentencepiece = pytest.importorskip("sentencepiece")
     generator, model = random.Random(0), io.BytesIO()
+    options = {"vocab_size": 340, "model_type": "bpe" if kind == "bpe" else "unigram", **OPTIONS[kind]}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([" ".join(generator.choices(WORDS, k=12)) for _ in range(400)]),
         model_writer=model,
-        vocab_size=340,
-        model_type=kind,
-        byte_fallback=True,
         hard_vocab_limit=False,
         minloglevel=2,
-        **({"normalization_rule_name": "identity", "remove_extra_whitespaces": False} if kind == "bpe" else {}),
+        **options,
     )
     return model.getvalue()
 
@@ -58,7 +64,7 @@ def library(kind: str) -> Any:
     return sentencepiece.SentencePieceProcessor(model_proto=trained_model(kind))
 
 
-@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_sentencepiece_ids_equal_those_of_the_library(tmp_path: Path, kind: str):
     processor = library(kind)
     tokenizer = load_tokenizer(write_model(tmp_path, kind))
@@ -87,6 +93,7 @@ def test_sentencepiece_decodes_what_it_encodes(tmp_path: Path, kind: str):
         (LLAMA | {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}, [1], [2]),
         (LLAMA | {"add_bos_token": False}, [], []),
         (T5, [], [2]),
+        (T5 | {"add_eos_token": False}, [], []),
     ],
 )
 def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
@@ -98,9 +105,7 @@ def test_sentencepiece_prompts_have_the_tokens_of_the_settings(
     assert tokenizer.encode(["the fox"])[0].tolist() == ids
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("unigram", "spiece.model", T5)]
-)
+@pytest.mark.parametrize(("kind", "name", "settings"), [("bpe", "tokenizer.model", LLAMA), ("t5", "spiece.model", T5)])
 def test_sentencepiece_ids_equal_those_of_transformers(tmp_path: Path, kind: str, name: str, settings: Any):
     """Text without special tokens and without runs of spaces, which the two libraries treat differently."""
     transformers = pytest.importorskip("transformers")
