@@ -21,10 +21,7 @@ WORDS = [
     *("seven", "wizards", "box", "quietly", "for", "jam"),
 ]
 TEXTS = ["the quick fox", " the  fox\n\tbox ", "日本 é jam", "", "wizards—box", "x" * 50, "a </s> b"]
-LLAMA = {
-    "tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>",
-    "unk_token": "<unk>",
-}  # fmt: skip
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True}
 T5 = {"tokenizer_class": "T5Tokenizer", "extra_ids": 10}
 
 
