@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.flax_modules.computation import Computation
     from trainer.flax_modules.linen_module import LinenModel
     from trainer.flax_modules.nnx_module import NNXModel
-    from trainer.nn.model_spec import ModelSpec
+    from trainer.nn.model_spec import ForwardConfig, ModelSpec
 else:
     LinenModel = NNXModel = Any  # annotations are evaluated without Flax
 
@@ -195,7 +195,7 @@ def _build(
         return opened.load(lambda path: param_dtype), computation
 
 
-def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -> Any:
+def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -> ForwardConfig:
     """Return the execution options of a module; raise UsageError if the kernel cannot compute the model's attention."""
     from trainer.distributed.device_kind import device_kind
     from trainer.models.attention_kernels import KERNEL_SPECS, missing

@@ -20,7 +20,7 @@ from trainer.models.errors import PrepError
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_SUFFIX = ".model"
-SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")  # with the ids of the library; other names may shift them
 SETTINGS_FILE = "tokenizer_config.json"
 VOCABULARY_FILES = ("vocab.json", "vocab.txt")  # of tokenizers that transformers builds
 # Files that decide the ids of a tokenizer that transformers builds
