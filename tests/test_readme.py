@@ -107,7 +107,7 @@ def test_python_of_the_flax_guide_fine_tunes_and_exports(models: Path) -> None:
         assert done.returncode == 0, done.stderr
         losses = [float(loss) for loss in re.findall(r"^loss (.*)$", done.stdout, re.MULTILINE)]
         assert len(losses) == 20
-        assert losses[-1] < losses[0] - 1
+        assert losses[-1] < losses[0] - 0.5
         tuned = read_checkpoint(models / "tuned")
         assert {name: tensor.shape for name, tensor in tuned.items()} == {n: t.shape for n, t in before.items()}
         assert not np.array_equal(tuned["transformer.wte.weight"], before["transformer.wte.weight"])

@@ -103,7 +103,7 @@ def evaluate(
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    totals = dict.fromkeys(LOSS_SUM_NAMES, 0.0)
+    totals: dict[str, float] = dict.fromkeys(LOSS_SUM_NAMES, 0.0)
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         sums = eval_step(params, load_batch(dataset, rows, sharding))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}

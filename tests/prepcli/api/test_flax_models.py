@@ -37,12 +37,12 @@ def assert_trees_equal(tree: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
 
 
-def own_logits(params: Tree, computation: Any, tokens: jax.Array, *source: jax.Array) -> np.ndarray:
+def own_logits(params: Tree, computation: Any, tokens: jax.Array, source: jax.Array | None = None) -> np.ndarray:
     """Return the logits of prep's forward pass."""
     spec, config = computation.model, computation.forward_config
 
     def compute(params: Tree) -> jax.Array:
-        output = transformer.encode(params, *source, spec, config) if source else None
+        output = None if source is None else transformer.encode(params, source, spec, config)
         return transformer.compute_logits(params, tokens, spec, config, output)
 
     return np.asarray(jax.jit(compute)(params))
@@ -91,11 +91,11 @@ def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
     linen, variables = prep.linen_model(tmp_path / "t5")
     np.testing.assert_array_equal(jax.jit(linen.apply)(variables, TOKENS, source), expected)
     no_padding, padding = jnp.ones_like(source), jnp.ones_like(source).at[:, 3:].set(0)
-    sums = [
-        linen.apply(variables, TOKENS, TOKENS, no_padding, source=source, source_mask=mask, method="loss_sums").loss
+    sums: list[Any] = [
+        linen.apply(variables, TOKENS, TOKENS, no_padding, source=source, source_mask=mask, method="loss_sums")
         for mask in (None, no_padding, padding)
     ]
-    assert sums[0] == sums[1] != sums[2]
+    assert sums[0].loss == sums[1].loss != sums[2].loss
 
 
 def test_loss_sums_of_modules_are_those_of_the_logits(model: Path):
@@ -161,6 +161,7 @@ def test_hf_flax_trees_of_another_model_are_errors(model: Path):
 
 
 def test_modules_reject_unusable_arguments(model: Path):
+    options: dict[str, Any] = {"dropout": 0.1}
     pytest.importorskip("flax")
     with pytest.raises(prep.UsageError, match='sp:2"` has sp'):
         prep.nnx_model(model, "fsdp:4,sp:2")
@@ -169,7 +170,7 @@ def test_modules_reject_unusable_arguments(model: Path):
     with pytest.raises(prep.UsageError, match=r'`attention_kernel="cudnn"` cannot compute .* not on cpu'):
         prep.nnx_model(model, attention_kernel="cudnn")
     with pytest.raises(prep.UsageError, match="unknown option `dropout`"):
-        prep.nnx_model(model, **{"dropout": 0.1})
+        prep.nnx_model(model, **options)
 
 
 def test_modules_without_flax_name_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,9 @@ def test_train_with_a_loss_function_logs_it_and_resumes_with_it(recipe: str):
 
 
 def test_train_rejects_functions_that_do_not_fit(recipe: str):
+    options: dict[str, Any] = {"loss_fn": "focal"}
     with pytest.raises(prep.UsageError, match=r"invalid `loss_fn='focal'` - the expected type is a function \| None"):
-        prep.train(recipe, "run", **{"loss_fn": "focal"})
+        prep.train(recipe, "run", **options)
     with pytest.raises(prep.UsageError, match=r"`train\.reduction` is exact"):
         prep.train(recipe, "run", overrides="train.reduction=exact", loss_fn=doubled_loss)
     assert not Path("run").exists()
