@@ -15,12 +15,11 @@ from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
-from trainer.nn.lm_head import TokenMetrics
+from trainer.nn.lm_head import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
-LOSS_SUM_NAMES = ("loss", "weight", "correct")
 METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
 EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
@@ -103,7 +102,7 @@ def evaluate(
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    totals: dict[str, float] = dict.fromkeys(LOSS_SUM_NAMES, 0.0)
+    totals: dict[str, float] = dict.fromkeys(LossSums._fields, 0.0)
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         sums = eval_step(params, load_batch(dataset, rows, sharding))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
