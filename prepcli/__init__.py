@@ -27,11 +27,13 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.options import (
         ConversionOptions,
         DropOptions,
         ExportOptions,
         LayoutOptions,
+        ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
         ReshardOptions,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         SourceOptions,
     )
     from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.saving import save_params
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -54,6 +57,7 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "ModuleOptions",
     "NewRowOptions",
     "OutputExistsError",
     "PadVocabOptions",
@@ -69,9 +73,12 @@ __all__ = [
     "Verification",
     "__version__",
     "export",
+    "from_hf_flax",
     "generate",
     "inspect",
+    "linen_model",
     "load_params",
+    "nnx_model",
     "pad_vocab",
     "plan_export",
     "plan_pad_vocab",
@@ -79,6 +86,8 @@ __all__ = [
     "plan_save_init",
     "reshard",
     "save_init",
+    "save_params",
+    "to_hf_flax",
     "train",
     "verify",
 ]
@@ -86,8 +95,10 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.saving": ("save_params",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

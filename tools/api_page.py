@@ -25,6 +25,8 @@ FUNCTION_SECTIONS = {
     "prepcli.api.conversions": "Convert",
     "prepcli.api.checks": "Check",
     "prepcli.api.compute": "Compute",
+    "prepcli.api.saving": "Save",
+    "prepcli.api.flax_models": "Flax",
 }
 MAX_LINE = 100  # a longer signature has one line per parameter
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+\S.*\n?|\n)+)", re.MULTILINE)

@@ -49,7 +49,10 @@ class PromptOptions:
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", metavar="PATH", help="Use this tokenizer.json; default: the model's.", show_default=False
+            "--tokenizer",
+            metavar="PATH",
+            help="Use this tokenizer file or folder; default: the model's.",
+            show_default=False,
         ),
     ] = None
 

@@ -60,6 +60,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
     loaded = load_recipe(request.recipe, request.overrides)
+    request.token_functions.check(loaded.recipe)
     silence_jax(ui)
     if loaded.recipe.train.reduction == "exact":
         disable_fused_multiply_add()
@@ -132,6 +133,7 @@ def _shared_options(request: TrainRequest) -> dict[str, object]:
         "--dry-run": request.dry_run,
         "--stream": request.stream,
         "--no-verify": not request.verify,
+        **request.token_functions.manifest_fields,
     }
 
 

@@ -93,6 +93,7 @@ def prepare_run(
         datasets=datasets,
         dropout=dropout,
         manifest_fields={"recipe": recipe_to_toml(recipe, loaded.origins)},
+        token_functions=request.token_functions,
         stop_after=request.stop_after,
     )
     run = Run(

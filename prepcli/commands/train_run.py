@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.execution.run_place import RunPlace
 from prepcli.targets.training_step import StartModel
 from trainer.recipe import LoadedRecipe, Recipe
+from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
@@ -30,6 +31,7 @@ class TrainRequest:
     offline: bool = False
     stream: bool = False  # read a hub model without a local copy
     verify: bool = True  # check the start checkpoint against its checksums
+    token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS  # a user's loss and metrics
     force: bool = False  # start even if a step is estimated not to fit into memory
 
 

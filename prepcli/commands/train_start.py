@@ -173,7 +173,7 @@ def open_model_start(
     source = open_source(located)
     rules = source.tree_manifest.get("rules", ()) if recipe.rules is None else recipe.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
-    manifest = _start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
+    manifest = start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
     files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
     return StartCheckpoint(reader, StartModel(manifest, files), _tokenizer_folder(source))
 
@@ -188,7 +188,7 @@ def _open_random_start(
     return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
 
 
-def _start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
     """Return the manifest that `prep save-init` would write for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -27,10 +28,14 @@ def init_params(model: ModelSpec, seed: int) -> Tree:
     Returns:
         Nested dict of float32 arrays.
     """
-    key = jax.random.key(seed)
-    leaves = {path: _init_leaf(leaf, key, model.arch_config) for path, leaf in model.leaves.items()}
+    return init_leaves(model.leaves, jax.random.key(seed), model)
+
+
+def init_leaves(leaves: Mapping[str, ParamLeaf], key: Array, model: ModelSpec) -> Tree:
+    """Initialize some or all leaves of a model, with the values that `init_params` has for a random key."""
+    values = {path: _init_leaf(leaf, key, model.arch_config) for path, leaf in leaves.items()}
     return unflatten_tree(
-        {path: _clear_padding(values, model.leaves[path], model.true_vocab_size) for path, values in leaves.items()}
+        {path: _clear_padding(value, leaves[path], model.true_vocab_size) for path, value in values.items()}
     )
 
 

@@ -296,15 +296,41 @@ def loss_sums(
     Returns:
         float32 sums over the tokens of the batch.
     """
+    x = _hidden_states_of_batch(params, batch, model, forward_config, dropout)
+    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
+    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
+    return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+
+
+def evaluation_sums(
+    params: Tree,
+    batch: Mapping[str, Array],
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    metric_fn: lm_head.TokenMetrics | None = None,
+) -> tuple[LossSums, dict[str, Array]]:
+    """Compute the summed cross entropy of a batch, and the sums of a user's values of tokens by name.
+
+    The arguments are those of `loss_sums`, and `metric_fn`, which computes the values.
+    """
+    x = _hidden_states_of_batch(params, batch, model, forward_config, None)
+    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
+    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
+    inputs = (x, weight, batch["targets"], batch["weights"], head, bias)
+    metrics = {} if metric_fn is None else lm_head.metric_sums(*inputs, metric_fn=metric_fn)
+    return lm_head.loss_sums(*inputs), metrics
+
+
+def _hidden_states_of_batch(
+    params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig, dropout: Dropout | None
+) -> Array:
+    """Compute the LM head's input [B, T, D] for a batch."""
     encoder_output = None
     if model.arch_config.encoder is not None:
         source_mask = batch["present"] != 0
         encoder_output = encode(params, batch["source"], model, forward_config, source_mask, dropout=dropout)
     x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output, dropout=dropout)
-    x = forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
-    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
-    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+    return forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
 
 
 def _lm_head(model: ModelSpec, forward_config: ForwardConfig, *, chunk_size: int) -> LMHead:

@@ -60,7 +60,7 @@ class Data(BaseModel):
     )
     tokenizer: PathText | None = Field(
         default=None,
-        description="a tokenizer.json, or a folder that contains one",
+        description="a tokenizer.json, a SentencePiece model (`.model`), or a folder that contains a tokenizer",
         examples=["gpt-neo-1.3B"],
         json_schema_extra=if_absent("the model's tokenizer"),
     )

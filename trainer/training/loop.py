@@ -260,6 +260,7 @@ class Loop:
             "eval_perplexity": finite_or_none(result.perplexity),
             "eval_accuracy": finite_or_none(result.accuracy),
             "eval_tokens": result.num_tokens,
+            **{f"eval_{name}": finite_or_none(value) for name, value in result.metrics.items()},
         }
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
@@ -307,7 +308,7 @@ def _jit_eval_step(setup: StepSetup) -> EvalStep:
     """Return the evaluation step of a run, with sums in the order of its training step."""
     if setup.reduction_shards:
         return jit_exact_eval_step(setup.model, setup.forward_config, setup.reduction_shards)
-    return jit_eval_step(setup.model, setup.forward_config)
+    return jit_eval_step(setup.model, setup.forward_config, setup.metric_fn)
 
 
 def finite_or_none(value: float) -> float | None:

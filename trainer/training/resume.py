@@ -56,7 +56,12 @@ CHANGEABLE_ON_RESUME = frozenset(
     }
 )
 # Manifest keys that must be equal on resume, and their names in error messages.
-FIXED_ON_RESUME = {"data": "the data", "batch_size": "the batch size", "rate": "the learning rate schedule"}
+FIXED_ON_RESUME = {
+    "data": "the data",
+    "batch_size": "the batch size",
+    "rate": "the learning rate schedule",
+    "loss_fn": "the loss function",
+}
 
 
 def check_resumable(
@@ -80,7 +85,7 @@ def check_resumable(
         changes = ", ".join(f"{key}: {' -> '.join(map(_value_text, values))}" for key, values in sorted(fixed.items()))
         raise PrepError("the run began with another recipe", changes, hint)
     for key, label in FIXED_ON_RESUME.items():
-        before, after = manifest.get(key), job.manifest_fields[key]
+        before, after = manifest.get(key), job.manifest_fields.get(key)
         if before != after:
             raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
     if step > job.steps:

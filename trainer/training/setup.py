@@ -40,6 +40,7 @@ from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
 from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.step import StepSetup
+from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,7 @@ def build_job(
     datasets: Datasets,
     dropout: DropoutConfig,
     manifest_fields: Mapping[str, Any],
+    token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
 ) -> Job:
     """Build the job of a run.
@@ -268,6 +270,7 @@ def build_job(
         datasets: Training and evaluation data.
         dropout: Rates of dropout and forgetful causal masking.
         manifest_fields: Extra entries for the manifest of every checkpoint.
+        token_functions: A user's loss and metrics.
         stop_after: Steps after which this process stops; 0 for no limit.
 
     Raises:
@@ -282,7 +285,15 @@ def build_job(
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
         raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
-    setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel, steps=steps, dropout=dropout)
+    setup = build_step_setup(
+        recipe,
+        model,
+        sharding=sharding,
+        kernel=kernel,
+        steps=steps,
+        dropout=dropout,
+        token_functions=token_functions,
+    )
     return Job(
         setup=setup,
         steps=steps,
@@ -297,6 +308,7 @@ def build_job(
         max_skipped=recipe.train.max_skipped,
         manifest_fields={
             **manifest_fields,
+            **token_functions.manifest_fields,
             "data": datasets.identity,
             "batch_size": shape.size,
             "rate": setup.optimizer.lr_schedule.manifest_fields(),
@@ -313,6 +325,7 @@ def build_step_setup(
     kernel: str,
     steps: int,
     dropout: DropoutConfig = NO_DROPOUT,
+    token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     device: DeviceKind | None = None,
 ) -> StepSetup:
     """Build the static parts of the training step.
@@ -324,6 +337,7 @@ def build_step_setup(
         kernel: Name of the attention kernel.
         steps: Steps of the run, for the learning rate schedule.
         dropout: Rates of dropout and forgetful causal masking.
+        token_functions: A user's loss and metrics.
         device: Kind of the devices whose default sizes to use; None for that of the mesh.
 
     Raises:
@@ -351,9 +365,10 @@ def build_step_setup(
         forward_config,
         build_optimizer(recipe.optimizer, steps),
         accumulate=shape.accumulate,
-        loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing),
+        loss_terms=LossTerms(recipe.loss.z_loss, recipe.loss.label_smoothing, token_functions.loss_fn),
         dropout=dropout,
         seed=recipe.seed,
+        metric_fn=token_functions.metric_fn,
         loss_scale=_loss_scale(recipe),
         reduction_shards=num_shards,
     )

@@ -22,7 +22,7 @@ from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
-from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
+from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch
@@ -48,6 +48,7 @@ class StepSetup:
         dropout: Rates of dropout and forgetful causal masking; evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
         loss_scale: Factor of the loss in float16; None in other dtypes.
+        metric_fn: Computes values of each token in evaluation by name; None for none.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
     """
@@ -60,6 +61,7 @@ class StepSetup:
     dropout: DropoutConfig = NO_DROPOUT
     seed: int = 0
     loss_scale: LossScale | None = None
+    metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
 
     @property
