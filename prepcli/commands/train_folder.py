@@ -23,7 +23,7 @@ def check_run_folder(folder: Path) -> None:
     Raises:
         PrepError: The path is a URL, a file, or a folder that is neither empty nor a run.
     """
-    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
+    from trainer.data.store_writer import LOCK_FILE as TOKENS_LOCK
 
     if url := parse_out_url(folder):
         hint = f"`--out FOLDER`, then `prep export FOLDER --out {url}`"

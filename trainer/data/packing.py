@@ -81,20 +81,26 @@ class PackedDataset:
 
         Returns:
             `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token, 0 after the last;
-            `weights`, float32 [B, seq_length]: 1 where there is a target. All are 0 in padding rows.
+            `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none. All are 0 in
+            padding rows.
 
         Raises:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
-        blocks = self.tokens.ids[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         tokens = np.zeros((len(indices), self.seq_length), np.int32)
-        tokens[indices >= 0] = blocks[self.first_row + indices[indices >= 0]]
+        tokens[indices >= 0] = self._blocks(self.tokens.ids, indices)
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
         weights = np.zeros(tokens.shape, np.float32)
-        weights[indices >= 0, :-1] = 1
+        stored = self.tokens.weights
+        weights[indices >= 0, :-1] = 1 if stored is None else self._blocks(stored, indices)[:, 1:]
         return {"tokens": tokens, "targets": targets, "weights": weights}
+
+    def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the blocks of the rows that are not padding, of an array with one value per token."""
+        blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
+        return blocks[self.first_row + indices[indices >= 0]]
 
 
 def packed_columns(seq_length: int) -> ColumnSpecs:

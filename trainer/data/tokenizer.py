@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 from tokenizers import Tokenizer
 
+from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
 from trainer.models.errors import PrepError
 
 TOKENIZER_FILE = "tokenizer.json"
-TokenIds = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.data.fields import ExampleSettings
 from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
@@ -33,6 +34,7 @@ from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
+from trainer.recipe.text_fields import parse_fields
 from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
 from trainer.training.shared_tokens import tokenize_in_group
@@ -149,21 +151,24 @@ def build_datasets(
     config = TokenizeConfig(
         type=data.type,
         paths=data.path,
-        fields=data.fields or "",
+        examples=ExampleSettings(
+            fields=data.fields or "",
+            has_encoder=model.arch_config.encoder is not None,
+            eos_id=_eos_token_id(model_config),
+            source_prefix=data.source_prefix or "",
+        ),
         seq_length=data.seq_length,
         tokenizer=Path(data.tokenizer) if data.tokenizer else folders["tokenizer"],
-        eos_id=_eos_token_id(model_config),
         vocab=model.true_vocab_size,
         cache=Path(data.cache) if data.cache else folders["cache"],
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
-        prefix=data.source_prefix or "",
     )
     tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
-    _check_encoder_fields(config, model)
-    if config.parsed_fields.source:
+    _check_encoder_fields(config.examples, model)
+    if config.examples.has_encoder:
         decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
-        if config.eos_id is None:
+        if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
     if data.eval_path is None:
         tokens = tokenize(config)
@@ -180,13 +185,13 @@ def build_datasets(
 
 
 def _build_dataset(tokens: MappedTokens, config: TokenizeConfig, model_config: Mapping[str, Any]) -> Dataset:
-    if not config.parsed_fields.source:
+    if not config.examples.has_encoder:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
     return seq2seq_dataset(
         tokens,
         config.source_length,
         decoder_start_id=decoder_start_token_id(model_config, config.vocab),
-        eos_id=config.eos_id,
+        eos_id=config.examples.eos_id,
     )
 
 
@@ -202,13 +207,13 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
         raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={max_positions}`")
 
 
-def _check_encoder_fields(config: TokenizeConfig, model: ModelSpec) -> None:
+def _check_encoder_fields(settings: ExampleSettings, model: ModelSpec) -> None:
     """Raise UsageError if the data has a source and the model no encoder, or the model an encoder and no source."""
-    has_encoder, name = model.arch_config.encoder is not None, model.family.name
-    if config.parsed_fields.source and not has_encoder:
+    name, has_source = model.family.name, bool(parse_fields(settings.fields).source)
+    if has_source and not settings.has_encoder:
         why = f"{name} has no encoder to read the source columns in brackets"
-        raise usage_error(f"`data.fields` is {config.fields!r:.60}", why, "`--set data.fields=text`")
-    if has_encoder and not config.parsed_fields.source:
+        raise usage_error(f"`data.fields` is {settings.fields!r:.60}", why, "`--set data.fields=text`")
+    if settings.has_encoder and not has_source:
         why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
         hint = '`type = "json"` and `fields = "[article], summary"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
