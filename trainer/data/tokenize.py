@@ -11,7 +11,8 @@ import xxhash
 
 from trainer.data import store
 from trainer.data.encode import write_examples
-from trainer.data.fields import ExampleSettings, compile_fields
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, hash_file
 from trainer.data.find_files import find_files
 from trainer.data.records import read_examples
@@ -41,6 +42,7 @@ class TokenizeConfig:
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
+        max_examples: Records, or documents of data without columns, that are read; 0 for all.
     """
 
     type: DataType
@@ -52,6 +54,7 @@ class TokenizeConfig:
     cache: Path
     scratch_dir: Path | None = None
     source_length: int = 0
+    max_examples: int = 0
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -107,6 +110,7 @@ def _map_tokens(
     has_encoder = config.examples.has_encoder
     _check_has_pairs(meta) if has_encoder else _check_has_block(meta, config.seq_length)
     tokens = store.map_tokens(folder, meta, config.seq_length)
+    _check_has_loss(tokens)
     note(_seq2seq_summary(tokens, config.source_length) if has_encoder else _packed_summary(tokens))
     return tokens
 
@@ -125,11 +129,12 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
         "version": TOKENS_VERSION,
         "type": config.type,
         "fields": settings.fields if config.type in DEFAULT_FIELDS else None,
-        "eos_id": settings.eos_id,
+        "eos_id": settings.end_id,
         "tokenizer": tokenizer_digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
-    inputs |= {"prefix": settings.source_prefix} if settings.source_prefix else {}
+    inputs |= settings.identity_inputs()
+    inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -142,13 +147,13 @@ def _build_store(
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
-    builder = compile_fields(config.examples)
+    builder = compile_fields(config.examples, vocab=config.vocab)
     with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
 
         def fill(writer: TokenWriter) -> None:
-            examples = read_examples(files, config.type, builder)
+            examples = read_examples(files, config.type, builder, limit=config.max_examples)
             count = _byte_counter(files, progress)
             write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
 
@@ -190,9 +195,17 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
+def _check_has_loss(tokens: store.MappedTokens) -> None:
+    if tokens.weights is not None and not tokens.weights.any():
+        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
+        raise PrepError("the data has no token to train on", why, "another `data.fields`")
+
+
 def _packed_summary(tokens: store.MappedTokens) -> str:
     n_dropped = tokens.n_tokens % tokens.seq_length
     size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    if tokens.weights is not None:
+        size += f", {100 * tokens.weights.mean():.0f} % with loss"
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
     return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 
