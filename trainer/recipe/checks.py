@@ -113,10 +113,11 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if data.holdout and data.eval_path:
         yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "both set the evaluation data")
-    for key in ("train.eval_every", "eval.limit"):
+    for key in ("train.eval_every", "eval.limit", "eval.at_start"):
         if value_of(recipe, key) and not data.holdout and not data.eval_path:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), f"`{key}` is {value_of(recipe, key)}", why, "`holdout = 0.05` in [data]")
+            what = f"`{key}` is {format_value(value_of(recipe, key))}"
+            yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
