@@ -18,6 +18,7 @@ from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
+from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.tables import Data
 from trainer.training.shared_tokens import tokenize_in_group
@@ -180,9 +181,7 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
         hint = '`type = "json"` and `fields = "[article], summary"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
-    if data.source_length is None:
-        why = f"{name} has an encoder, which reads at most that number of tokens"
-        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+    check_source_length(data, has_encoder=True)
 
 
 def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
