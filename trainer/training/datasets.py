@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
@@ -134,6 +135,8 @@ def _example_settings(
     )
     _check_special_ids(data, settings, model.true_vocab_size)
     _check_encoder(data, settings, model.family.name)
+    if not is_chat:
+        compile_fields(settings, vocab=model.true_vocab_size)  # fails before all files are read
     return settings
 
 

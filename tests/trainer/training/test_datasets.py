@@ -102,6 +102,7 @@ def test_max_examples_limits_only_the_training_data(tmp_path: Path):
             *(LLAMA, {}, ["data.fields=[prompt], completion", "data.source_length=4"]),
             *("`data.source_length` is 4", "llama has no encoder"),
         ),
+        (LLAMA, {}, ["data.fields=<|304|>, prompt"], '`data.fields` is "<|304|>, prompt"', "<|304|> is not in the"),
         (T5, {}, ["data.fields=[prompt], completion"], "`data.source_length` is missing", "the model has an encoder"),
         (T5, {}, ["data.fields=prompt"], "t5 has an encoder, but the data has no source column", ""),
         (T5, {}, ["data.format=chat"], "the tokenizer in ", "looked for chat_template.jinja"),
