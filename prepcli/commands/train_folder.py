@@ -34,7 +34,7 @@ def run_place(out: Path | None, name: str, ui: Ui) -> RunPlace:
     Raises:
         UsageError: A URL has another scheme, or is invalid.
     """
-    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
+    from trainer.data.store_writer import LOCK_FILE as TOKENS_LOCK
     from trainer.distributed.hosts import PROBE_PREFIX
 
     url = parse_out_url(out)

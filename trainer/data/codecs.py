@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from trainer.models.errors import PrepError
 
+EncodedText = tuple[list[int], list[tuple[int, int]]]  # ids, and the start and end of each token in characters
 ENDS_PROMPTS = ("T5Tokenizer",)  # classes that put the end token after a text, unless their settings say otherwise
 
 
@@ -24,6 +25,10 @@ class Codec(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text by itself, without adding special tokens."""
+        ...
+
+    def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
+        """Encode as `encode_batch` does; return ids, and start and end of each token in the text, in characters."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -53,6 +58,11 @@ class FastCodec:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode each text by itself, in threads."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
+        """Encode each text by itself, in threads; return ids and offsets."""
+        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the tokens of the post-processor."""
@@ -90,6 +100,11 @@ class SentencePieceCodec:
         """Encode each text by itself, in threads."""
         return self.processor.encode(texts, out_type=int)
 
+    def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
+        """Encode each text by itself; return ids and offsets."""
+        pieces = (proto.pieces for proto in self.processor.encode(texts, out_type="immutable_proto"))
+        return [([piece.id for piece in text], [(piece.begin, piece.end) for piece in text]) for text in pieces]
+
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the begin and end tokens of the settings."""
         return self.processor.encode(text, out_type=int, add_bos=self.adds_bos, add_eos=self.adds_eos)
@@ -119,6 +134,12 @@ class TransformersCodec:
         if not texts:
             return []
         return self.tokenizer(texts, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+
+    def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
+        """Encode each text by itself; return ids and offsets. Tokenizers written in Python have no offsets."""
+        options = {"add_special_tokens": False, "truncation": False, "padding": False}
+        encoded = self.tokenizer(texts, return_offsets_mapping=True, **options)
+        return list(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the special tokens of the tokenizer."""

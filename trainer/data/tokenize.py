@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from trainer.data import store
-from trainer.data.documents import read_text_chunks
-from trainer.data.files import DataFile, find_files, hash_file
-from trainer.data.readers.reader import TextChunk
-from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
+from trainer.data.encode import write_examples
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
+from trainer.data.files import DataFile, hash_file
+from trainer.data.find_files import find_files
+from trainer.data.records import read_examples
 from trainer.data.seq2seq import count_truncated
+from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType, TextFields, parse_fields
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
-# Bytes of text that are encoded at once: a chunk for every core. Encoding takes about 100 times as much memory.
-ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 8), 64)
 
 TokenizeProgress = Callable[[int, int], None]  # bytes done, total bytes
 Note = Callable[[str], None]
@@ -35,34 +34,27 @@ class TokenizeConfig:
 
     Attributes:
         type: Type of the data files.
-        paths: Files, folders and globs, as `files.find_files` takes them.
-        fields: For types with columns: those of the text, or of a source and a target, as `parse_fields` takes them.
+        paths: Files, folders and globs, as `find_files` takes them.
+        examples: Settings that turn records into examples.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
-        eos_id: Token appended to each document; None for none.
         vocab: Size of the model's vocabulary without padding.
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
-        prefix: Text put before each source.
+        max_examples: Records, or documents of data without columns, that are read; 0 for all.
     """
 
     type: DataType
     paths: tuple[str, ...]
-    fields: str
+    examples: ExampleSettings
     seq_length: int
     tokenizer: Path
-    eos_id: int | None
     vocab: int
     cache: Path
     scratch_dir: Path | None = None
     source_length: int = 0
-    prefix: str = ""
-
-    @property
-    def parsed_fields(self) -> TextFields:
-        """The columns to read from each object; empty for types without columns."""
-        return parse_fields(self.fields) if self.type in DEFAULT_FIELDS else TextFields(())
+    max_examples: int = 0
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -83,7 +75,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
     files = [hash_file(path) for path in find_files(config.paths, config.type)]
-    identity = _store_identity(config, files, tokenizer)
+    identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
     if meta is not None:
@@ -115,30 +107,34 @@ def _map_tokens(
 ) -> store.MappedTokens:
     """Map a store; raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
-    has_source = bool(config.parsed_fields.source)
-    _check_has_pairs(meta) if has_source else _check_has_block(meta, config.seq_length)
+    has_encoder = config.examples.has_encoder
+    _check_has_pairs(meta) if has_encoder else _check_has_block(meta, config.seq_length)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    note(_seq2seq_summary(tokens, config.source_length) if has_source else _packed_summary(tokens))
+    _check_has_loss(tokens)
+    note(_seq2seq_summary(tokens, config.source_length) if has_encoder else _packed_summary(tokens))
     return tokens
 
 
 def _check_eos_id(config: TokenizeConfig) -> None:
-    if config.eos_id is not None and not 0 <= config.eos_id < config.vocab:
+    eos_id = config.examples.eos_id
+    if eos_id is not None and not 0 <= eos_id < config.vocab:
         why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        raise PrepError(f"eos_token_id {config.eos_id:,} is out of range", why)
+        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why)
 
 
-def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer) -> str:
-    """Return a digest of all inputs of the ids; file paths and `seq_length` are not among them."""
+def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_digest: str) -> str:
+    """Return a digest of all inputs of the ids and weights; file paths and `seq_length` are not among them."""
+    settings = config.examples
     inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,
-        "fields": config.fields if config.type in DEFAULT_FIELDS else None,
-        "eos_id": config.eos_id,
-        "tokenizer": tokenizer.digest,
+        "fields": settings.fields if config.type in DEFAULT_FIELDS else None,
+        "eos_id": settings.end_id,
+        "tokenizer": tokenizer_digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
-    inputs |= {"prefix": config.prefix} if config.prefix else {}
+    inputs |= settings.identity_inputs()
+    inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -151,12 +147,34 @@ def _build_store(
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
-    with store.lock_cache(folder.parent, note):
+    builder = compile_fields(config.examples, vocab=config.vocab)
+    with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
-        dtype = store.dtype_for(max(tokenizer.max_id, config.eos_id or 0))
-        store.build_store(folder, dtype, lambda writer: _write_tokens(writer, config, files, tokenizer, progress))
+
+        def fill(writer: TokenWriter) -> None:
+            examples = read_examples(files, config.type, builder, limit=config.max_examples)
+            count = _byte_counter(files, progress)
+            write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
+            if config.max_examples:
+                total_nbytes = sum(file.nbytes for file in files)
+                progress(total_nbytes, total_nbytes)  # the rest of the files is not read
+
+        dtype = dtype_for(max(tokenizer.max_id, builder.max_id))
+        build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
+
+
+def _byte_counter(files: Sequence[DataFile], progress: TokenizeProgress) -> Callable[[int], None]:
+    """Return a function that adds to the bytes done and reports them with those of all files."""
+    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
+
+    def add(nbytes: int) -> None:
+        nonlocal done_nbytes
+        done_nbytes += nbytes
+        progress(done_nbytes, total_nbytes)
+
+    return add
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
@@ -166,49 +184,6 @@ def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.Stor
     except store.DamagedStoreError as error:
         note(f"{error.what} ({error.why}): they are made again")
         return None
-
-
-def _write_tokens(
-    writer: store.TokenWriter,
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    progress: TokenizeProgress,
-) -> None:
-    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
-    chunks = (
-        chunk
-        for file in files
-        for chunk in read_text_chunks(file, config.type, fields=config.parsed_fields, prefix=config.prefix)
-    )
-    for batch in batch_chunks(chunks):
-        for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
-            writer.append(ids)
-            if chunk.ends_document:
-                _end_document(writer, config.eos_id)
-        tokenizer.check_in_vocab(writer.max_id, config.vocab)
-        done_nbytes += sum(chunk.nbytes for chunk in batch)
-        progress(done_nbytes, total_nbytes)
-
-
-def _end_document(writer: store.TokenWriter, eos_id: int | None) -> None:
-    if eos_id is not None:
-        writer.append(np.array([eos_id], np.uint32))
-    writer.end_document()
-
-
-def batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Group chunks in order, up to ENCODE_BATCH_NBYTES per group; a larger chunk is a group by itself."""
-    batch: list[TextChunk] = []
-    nbytes = 0
-    for chunk in chunks:
-        if batch and nbytes + chunk.nbytes > ENCODE_BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(chunk)
-        nbytes += chunk.nbytes
-    if batch:
-        yield batch
 
 
 def _check_has_pairs(meta: store.StoreMeta) -> None:
@@ -223,9 +198,17 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
+def _check_has_loss(tokens: store.MappedTokens) -> None:
+    if tokens.weights is not None and not tokens.weights.any():
+        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
+        raise PrepError("the data has no token to train on", why, "another `data.fields`")
+
+
 def _packed_summary(tokens: store.MappedTokens) -> str:
     n_dropped = tokens.n_tokens % tokens.seq_length
     size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    if tokens.weights is not None:
+        size += f", {100 * tokens.weights.mean():.0f} % with loss"
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
     return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from trainer.data.codecs import Codec, FastCodec, sentencepiece_codec, transformers_codec
+from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
 from trainer.models.errors import PrepError
 
@@ -28,7 +29,8 @@ TRANSFORMERS_FILES = (
     *(SETTINGS_FILE, *VOCABULARY_FILES, "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
-TokenIds = npt.NDArray[np.uint32]
+
+EncodedT = TypeVar("EncodedT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,28 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
+        return [np.array(ids, np.uint32) for ids in self._encode(self.codec.encode_batch, texts)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
+        """Encode each text as `encode` does, and return where its tokens are.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            For each text its ids [T], uint32, and the start and end of each token in the text, in characters [T, 2].
+
+        Raises:
+            PrepError: The tokenizer fails.
+        """
+        encodings = self._encode(self.codec.encode_batch_with_offsets, texts) if texts else []
+        return [(np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2)) for ids, offsets in encodings]
+
+    def _encode(self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]) -> list[EncodedT]:
         try:
-            ids = self.codec.encode_batch(list(texts))
+            return encode_batch(list(texts))
         except Exception as error:  # the libraries have no exception type of their own
             raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
-        return [np.array(text_ids, np.uint32) for text_ids in ids]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""

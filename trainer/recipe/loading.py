@@ -12,14 +12,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.checks import Problem, find_problems
+from trainer.recipe.checks import find_problems
 from trainer.recipe.corrections import correct_value
 from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
 from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
+from trainer.recipe.problems import Problem
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
-from trainer.recipe.text_fields import DEFAULT_FIELDS
+from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
 from trainer.recipe.unknown_keys import find_unknown_keys, guess_key, is_known, unknown_key_hint
 
 ENV_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -160,8 +161,10 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
         **_drop_unknown_keys(raw.tables),
     }
     data_type = raw.get("data.type") if raw.has("data.type") else None
-    if isinstance(data_type, str) and data_type in DEFAULT_FIELDS:
-        tables["data"] = {"fields": DEFAULT_FIELDS[data_type]} | tables["data"]
+    if isinstance(data_type, str) and data_type in DEFAULT_FIELDS and not raw.has("data.fields_from_example"):
+        data_format = raw.get("data.format") if raw.has("data.format") else None
+        fields = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[data_type])
+        tables["data"] = {"fields": fields} | tables["data"]
     return tables
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.data import files, tokenizer
+from trainer.data.files import check_readable
+from trainer.data.find_files import find_files
+from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
@@ -38,10 +40,10 @@ def check_inputs(recipe: Recipe) -> None:
         PrepError: A data file or the tokenizer is missing, unreadable or empty.
     """
     for paths in (recipe.data.path, recipe.data.eval_path or ()):
-        for path in files.find_files(paths, recipe.data.type):
-            files.check_readable(path)
+        for path in find_files(paths, recipe.data.type):
+            check_readable(path)
     if recipe.data.tokenizer:
-        tokenizer.check_tokenizer_exists(Path(recipe.data.tokenizer))
+        check_tokenizer_exists(Path(recipe.data.tokenizer))
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:

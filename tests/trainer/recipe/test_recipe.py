@@ -16,6 +16,8 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
+from trainer.recipe.field_checks import COLUMN_KEYS
+from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.run_tables import Cluster
@@ -73,6 +75,16 @@ def test_recipe_is_frozen(small: Path):
     assert recipe == load_recipe(small).recipe
 
 
+@pytest.mark.parametrize(
+    ("data_format", "fields"),
+    [("text", "text"), ("prompt_completion", "[prompt], completion"), ("chat", "messages")],
+)
+def test_fields_default_to_those_of_the_format(small: Path, data_format: str, fields: str):
+    overrides = ["data.type=json", f"data.format={data_format}"]
+    assert load_recipe(small, overrides).recipe.data.fields == fields
+    assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"
+
+
 def test_fields_of_json_default_to_text(small: Path):
     loaded = load_recipe(small, ["data.type=json"])
     assert (loaded.recipe.data.fields, loaded.origins["data.fields"]) == ("text", "default")
@@ -122,7 +134,8 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale", *START_KEYS}
+    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "optimizer.loss_scale"}
+    conflicting |= {*START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in key_schemas_of("adamw").items()
@@ -192,6 +205,7 @@ VALUES_BY_KEY = {
     "optimizer.decay_include": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
     "optimizer.cooldown_steps": st.just(1),
     "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
+    "data.prepend_text": TEXTS,
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -229,7 +243,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix", "optimizer.loss_scale"}
+    excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
+    excluded |= {"optimizer.loss_scale", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
@@ -244,12 +259,18 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
     values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
     if values["data.type"] == "json" and draw(st.booleans()):
-        values["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
+        values["data.fields"] = draw(TEXTS.filter(lambda text: not SIGNS.search(text)))
+        values |= draw(st.fixed_dictionaries({}, optional={"data.subfield_separator": TEXTS}))
+    elif values["data.type"] == "json" and draw(st.booleans()):
+        values["data.fields_from_example"] = draw(TEXTS)
+    elif values["data.type"] == "json" and draw(st.booleans()):
+        values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
     elif values["data.type"] == "json" and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
+        values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))
     return values
 
 

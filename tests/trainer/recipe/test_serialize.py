@@ -20,6 +20,8 @@ ADDED_KEYS = (  # later than the digests
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards", "init", "preset", "config", "overrides"),
     *("init_lr", "cooldown_steps", "decay_exclude", "decay_include", "freeze", "moment_dtype", "ema", "loss_scale"),
+    *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
+    *("always_start_with_bos", "max_examples", "at_start"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -55,7 +57,15 @@ fcm_ratio = [0.0, 0.0]                          # default
 [data]
 type = "json"
 path = "data/train.jsonl"
+format = "text"                                 # default
 fields = "[article], highlights"
+# fields_from_example: `fields`                 # default
+subfield_separator = " "                        # default
+prepend_text = ""                               # default
+add_bos = false                                 # default
+# add_eos: true; false for chat                 # default
+always_start_with_bos = false                   # default
+max_examples = 0                                # default
 source_length = 1024
 source_prefix = "summarize: "
 # tokenizer: the model's tokenizer              # default
@@ -110,6 +120,7 @@ max_skipped = 10                                # default
 
 [eval]
 limit = 1000
+# at_start: true if `train.eval_every` is set   # default
 
 [checkpoint]
 every = 1000

@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, TypeAlias
 
+from trainer.data.files import DataFile
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import TextFields
 
 BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """A row of a data file with columns, such as a line of JSON.
+
+    Attributes:
+        values: Value of each column, not checked.
+        place: File and line, for error messages: `train.jsonl:7`.
+        nbytes: Its share of the file's bytes, for the progress.
+    """
+
+    values: Mapping[str, Any]
+    place: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A text that is tokenized by itself: a document, or a part of one.
+    """A document of a data file without columns, or a part of a long one, which is tokenized by itself.
 
     Attributes:
         text: The text.
         nbytes: Its share of the file's bytes, for the progress.
+        starts_document: Whether it is the start of its document.
         ends_document: Whether it is the end of its document.
     """
 
     text: str
     nbytes: int
+    starts_document: bool
     ends_document: bool
 
 
-class ReadBlocks(Protocol):
-    """The function of a reader that yields the texts of a file."""
-
-    def __call__(self, path: Path, blocks: Iterable[bytes], *, fields: TextFields, prefix: str) -> Iterator[TextChunk]:
-        """Yield the texts of a file, in order and in bounded memory.
-
-        Args:
-            path: The file, for error messages.
-            blocks: Its bytes, as the reader's `split` yields them.
-            fields: Columns that form the text.
-            prefix: Text that is put before each source.
-
-        Raises:
-            PrepError: The file is invalid; the error names the line or the byte offset.
-        """
-        ...
+DataPiece: TypeAlias = Record | TextChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,12 @@ class Reader:
 
     Attributes:
         suffix: Suffix of the files that are read from folders.
-        split: Yields the bytes of an open file in blocks, such as lines.
-        read: Yields the texts of these blocks.
+        read: Yields the records or the text of a file, in order and in bounded memory. It raises PrepError if the file
+            is invalid, with the line or the byte offset, and if the file changed since it was hashed.
     """
 
     suffix: str
-    split: Callable[[BinaryIO], Iterable[bytes]]
-    read: ReadBlocks
+    read: Callable[[DataFile], Iterator[DataPiece]]
 
 
 def decode_utf8(path: Path, data: bytes, offset: int) -> str:
