@@ -102,8 +102,8 @@ class SentencePieceCodec:
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
         """Encode each text by itself; return ids and offsets."""
-        pieces = (proto.pieces for proto in self.processor.encode(texts, out_type="immutable_proto"))
-        return [([piece.id for piece in text], [(piece.begin, piece.end) for piece in text]) for text in pieces]
+        mappings = self.processor.encode_as_offset_mapping(texts)
+        return [(mapping["ids"], mapping["offsets"]) for mapping in mappings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the begin and end tokens of the settings."""
