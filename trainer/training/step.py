@@ -6,7 +6,7 @@ Gradients are sums over all tokens of the batch, divided once by the summed toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class StepSetup:
         seed: Seed of the random masks, from 0 to 2^32 - 1.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
+        frozen_dtypes: Dtype of each frozen parameter, by path; float32 for those that are absent.
     """
 
     model: ModelSpec
@@ -55,13 +56,14 @@ class StepSetup:
     dropout: DropoutConfig = NO_DROPOUT
     seed: int = 0
     reduction_shards: int = 0
+    frozen_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exact_reduction(self) -> ExactReduction | None:
         """The sums in a fixed order; None if they are in the fastest order."""
         if not self.reduction_shards:
             return None
-        return ExactReduction(self.reduction_shards, self.sharding, self.model.leaves)
+        return ExactReduction(self.reduction_shards, self.sharding, self.model.trained_leaves)
 
     @property
     def sharding(self) -> ShardingContext:
@@ -71,12 +73,21 @@ class StepSetup:
     @property
     def transformation(self) -> optax.GradientTransformation:
         """The optimizer as an optax transformation."""
-        return self.optimizer.transformation(self.model.leaves)
+        return self.optimizer.transformation(self.model.trained_leaves)
+
+    def trained(self, params: Tree) -> Tree:
+        """Return the parameters that training changes."""
+        leaves = flatten_tree(params)
+        return unflatten_tree({path: leaves[path] for path in self.model.trained_leaves})
+
+    def with_trained(self, params: Tree, trained: Tree) -> Tree:
+        """Return all parameters, with other values of those that training changes."""
+        return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
 
 
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
-    return {"params": params, "opt_state": setup.transformation.init(params), **_zero_counters()}
+    return {"params": params, "opt_state": setup.transformation.init(setup.trained(params)), **_zero_counters()}
 
 
 def _zero_counters() -> dict[str, Array]:
@@ -90,7 +101,9 @@ def state_shapes(setup: StepSetup) -> TrainState:
     param_shardings = {path: sharding.param_sharding(leaf) for path, leaf in leaves.items()}
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=param_shardings[path])
+            path: jax.ShapeDtypeStruct(
+                leaf.shape, jnp.dtype(setup.frozen_dtypes.get(path, "float32")), sharding=param_shardings[path]
+            )
             for path, leaf in leaves.items()
         }
     )
@@ -132,6 +145,7 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
+    trained = setup.trained(params)
     if setup.dropout.is_active:
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
     gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup)
@@ -142,12 +156,12 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
     # select with `where`: 0 * nan is nan
     gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
-    updates, opt_state = setup.transformation.update(gradients, state["opt_state"], params)
+    updates, opt_state = setup.transformation.update(gradients, state["opt_state"], trained)
     learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
-    updated = jax.tree.map(lambda leaf, update: leaf - learning_rate * update, params, updates)
+    updated = jax.tree.map(lambda leaf, update: leaf - learning_rate * update, trained, updates)
     is_skipped = (~is_valid).astype(jnp.int32)
     new_state = {
-        "params": _select(is_valid, updated, params),
+        "params": setup.with_trained(params, _select(is_valid, updated, trained)),
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
@@ -182,14 +196,15 @@ def _sum_gradients(
 
 
 def _value_and_grad(step: Array, setup: StepSetup) -> Callable[[Tree, TokenBatch], Any]:
-    """Return a function that computes ((loss, loss sums), gradients) of rows of a batch."""
+    """Return a function that computes ((loss, loss sums), gradients of the trained parameters) of rows of a batch."""
 
-    def summed_loss(params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        dropout = _dropout(rows, step, setup)
+    def summed_loss(trained: Tree, params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
+        params, dropout = setup.with_trained(params, trained), _dropout(rows, step, setup)
         sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
         return sums.loss, sums._asdict()
 
-    return jax.value_and_grad(summed_loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
+    return lambda params, rows: value_and_grad(setup.trained(params), params, rows)
 
 
 def _accumulate_gradients(
@@ -208,7 +223,7 @@ def _accumulate_gradients(
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
-    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params))
     zero_sums = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
