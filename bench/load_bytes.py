@@ -54,7 +54,7 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int]:
     source = open_source(locate(str(options.checkpoint)))
     with open_model(source, options.checkpoint, options.mesh, verify=True, on_unchecked=lambda: None) as opened:
         loader = LeafLoader(opened.reader, exchanges=options.load == "exchange")
-        params = load_leaves(loader, opened.model, sharding=opened.sharding, dtype_of=lambda path: "float32")
+        params = load_leaves(loader, opened.model.leaves, sharding=opened.sharding, dtype_of=lambda path: "float32")
         return params, opened.reader.read_nbytes
 
 

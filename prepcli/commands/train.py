@@ -17,6 +17,7 @@ from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
 from prepcli.commands.train_folder import check_run_folder
+from prepcli.commands.train_lora import base_facts, check_base, with_adapters
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -31,8 +32,6 @@ from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.shared_folder import check_shared_folder
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.restore.item_reader import ItemReader
-from prepcli.restore.weights_reader import WeightsReader
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
@@ -86,6 +85,8 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
     ):
         start, sharding = _open_start_checkpoint(loaded, folder, request, group=group, ui=ui)
         stack.enter_context(start.reader)
+        if start.adapters is not None:
+            stack.enter_context(start.adapters)
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
@@ -112,7 +113,13 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
             return finished_report(run)
         if request.verify:
             start.check_remaining(folder, ui, has_state=bool(run.step))
-        state = _load_train_state(run, start.reader)
+        state = _load_train_state(run, start)
+        if start.lora is not None:
+            facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
+            if run.step:
+                check_base(start.state_reader.manifest, facts)
+            job_fields = {**run.job.manifest_fields, **facts}
+            run = replace(run, job=replace(run.job, manifest_fields=job_fields))
     return _run_training(run, state, restart=request.restart, job=job)
 
 
@@ -155,7 +162,8 @@ def _open_start_checkpoint(
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
     check_inputs(loaded.recipe)
     check_devices(loaded.recipe, recipe_sharding)
-    if last_step := _last_step(folder, request, group):
+    lora, last_step = loaded.recipe.lora, _last_step(folder, request, group)
+    if last_step and not lora.is_enabled:
         start = open_orbax_start(step_folder(folder, last_step), folder, verify=request.verify)
     else:
         start = open_model_start(
@@ -168,6 +176,8 @@ def _open_start_checkpoint(
                 check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
             ),
         )
+    if lora.is_enabled:
+        start = with_adapters(start, lora, folder, last_step=last_step, verify=request.verify)
     if request.restart:
         check_restart_source(start, folder)
     sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest), slices=slices)
@@ -181,17 +191,18 @@ def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _load_train_state(run: Run, reader: ItemReader | WeightsReader) -> TrainState:
+def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
     """Read the state to resume from, or initialize it from the start checkpoint's parameters."""
     from trainer.training.loading import init_state, restore_state
 
+    reader = start.state_reader
     if not run.step:
-        return init_state(reader, run.job.setup)
+        return init_state(start.reader, run.job.setup, start.adapters)
     if not any(name.startswith("opt_state.") for name in reader.leaves):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
-    return restore_state(reader, run.job.setup)
+    return restore_state(reader, run.job.setup, None if start.adapters is None else start.reader)
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
@@ -233,6 +244,7 @@ def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,
+        lora=run.lora,
         group=run.group,
         free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // num_processes,
         note=ui.warn,

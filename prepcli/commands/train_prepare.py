@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.train_checks import check_machine, disk_warnings
 from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_folder import TOKENS_FOLDER
+from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.commands.train_start import StartCheckpoint
@@ -55,7 +56,7 @@ def prepare_run(
     from trainer.training.attention_choice import choose_kernel
 
     recipe, step = loaded.recipe, _resume_step(folder, start)
-    manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
+    manifest = start.manifest if step and start.lora is None else setup.override_config(start.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -92,6 +93,7 @@ def prepare_run(
         dropout=dropout,
         manifest_fields={"recipe": recipe_to_toml(recipe, loaded.origins)},
         stop_after=request.stop_after,
+        frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
     )
     run = Run(
         loaded,
@@ -103,9 +105,10 @@ def prepare_run(
         kernel=kernel,
         memory=memory,
         group=group,
+        lora=start.lora,
     )
     if group.index == 0:  # the others may not see the run's folder
-        _check_job(run, manifest, model, ui)
+        _check_job(run, start.state_reader.manifest, model, ui)
     return run
 
 
@@ -123,6 +126,8 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
 
 def _resume_step(folder: Path, start: StartCheckpoint) -> int:
     """Return the step to resume from; 0 if the checkpoint is not a step of this run."""
+    if start.lora is not None:
+        return int(start.adapters.manifest.get("step", 0)) if start.adapters else 0
     if isinstance(start.model, StartModel) or folder.resolve() not in start.model.resolve().parents:
         return 0
     return int(start.manifest["step"]) if start.manifest.get("kind") == "train" else 0

@@ -45,6 +45,7 @@ class Run:
     kernel: KernelChoice
     memory: dict[str, Any]  # estimate in bytes
     group: ProcessGroup
+    lora: Mapping[str, Any] | None = None  # settings of the adapters that the run trains
 
     @property
     def recipe(self) -> Recipe:

@@ -87,16 +87,26 @@ class StartCheckpoint:
         reader: Reader of its parameters, and of the training state if it is a step.
         model: Folder of an Orbax checkpoint of prep, or the settings and files of a model of another format.
         tokenizer_folder: Folder with the tokenizer.
+        lora: Settings of the adapters that the run trains; None if it trains all parameters.
+        adapters: Reader of the adapters, and of the training state if the run is resumed; None for new ones.
     """
 
     reader: ItemReader | WeightsReader
     model: Path | StartModel
     tokenizer_folder: Path
+    lora: Mapping[str, Any] | None = None
+    adapters: ItemReader | WeightsReader | None = None
 
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        return self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        manifest = self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        return manifest if self.lora is None else {**manifest, "lora": self.lora}
+
+    @property
+    def state_reader(self) -> ItemReader | WeightsReader:
+        """Reader of the training state, if the run is resumed."""
+        return self.adapters or self.reader
 
     def check_remaining(self, folder: Path, ui: Ui, *, has_state: bool) -> None:
         """Check a checkpoint without checksums of its chunks; others are checked as they are read.

@@ -19,11 +19,13 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, Parameter, active_parameters
+from trainer.models.registry import family_of
 from trainer.models.rows import atoms_in, split_dims, split_row
 
 RANK_ATOM = "lora_rank"
@@ -53,6 +55,19 @@ class LoraConfig:
     def scaling(self) -> float:
         """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
+    """Return the settings of adapters in a manifest; None if it has none."""
+    lora = manifest.get("lora")
+    return None if lora is None else LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+
+
+def manifest_family(manifest: Mapping[str, Any]) -> Family:
+    """Return the family of a checkpoint's parameters: that of its model, or of its model's adapters."""
+    config, lora = manifest["config"], lora_from_manifest(manifest)
+    family = family_of(config)
+    return family if lora is None else lora_family(family, config, lora)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ class ModelSpec:
         return self.leaves if self.adapters is None else self.adapters.leaves
 
     @property
+    def frozen_paths(self) -> list[str]:
+        """Paths of the parameters that training does not change."""
+        return [path for path in self.leaves if path not in self.trained_leaves]
+
+    @property
     def has_stacked_layers(self) -> bool:
         """Whether one leaf stores a parameter of all layers."""
         return any(leaf.stack_axis is not None for leaf in self.leaves.values())

@@ -29,6 +29,7 @@ from trainer.recipe.key_types import (
     UnitInterval,
     if_absent,
 )
+from trainer.recipe.lora_table import Lora
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
 from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
 from trainer.recipe.text_fields import DataType
@@ -313,6 +314,7 @@ class Recipe(BaseModel):
     data: Data
     batch: Batch
     optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
+    lora: Lora = Lora()
     loss: Loss = Loss()
     train: Train
     eval: Eval = Eval()

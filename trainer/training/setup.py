@@ -20,6 +20,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
 from trainer.models.rope_overrides import override_rope
@@ -58,7 +59,12 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
     config = manifest["config"]
     return build_model(
-        family_of(config), config, manifest["tied"], scan=manifest["scan"], scan_axis=manifest["scan_axis"]
+        family_of(config),
+        config,
+        manifest["tied"],
+        scan=manifest["scan"],
+        scan_axis=manifest["scan_axis"],
+        lora=lora_from_manifest(manifest),
     )
 
 
@@ -251,6 +257,7 @@ def build_job(
     dropout: DropoutConfig,
     manifest_fields: Mapping[str, Any],
     stop_after: int = 0,
+    frozen_dtypes: Mapping[str, str] | None = None,
 ) -> Job:
     """Build the job of a run.
 
@@ -263,6 +270,7 @@ def build_job(
         dropout: Rates of dropout and forgetful causal masking.
         manifest_fields: Extra entries for the manifest of every checkpoint.
         stop_after: Steps after which this process stops; 0 for no limit.
+        frozen_dtypes: Dtype of each frozen parameter, by path; None for float32.
 
     Raises:
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
@@ -276,6 +284,7 @@ def build_job(
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
         raise usage_error("`train.epochs` is too large", why, "`--set train.epochs=3`")
     setup = build_step_setup(recipe, model, sharding=sharding, kernel=kernel, steps=steps, dropout=dropout)
+    setup = dataclasses.replace(setup, frozen_dtypes=frozen_dtypes or {})
     return Job(
         setup=setup,
         steps=steps,

@@ -20,7 +20,7 @@ ADDED_KEYS = (  # later than the digests
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards"),
 )
-ADDED_TABLES = ("loss", "log")
+ADDED_TABLES = ("loss", "log", "lora")
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": "head_chunk_size = 512"
 }  # text now, and in the digests
@@ -81,6 +81,14 @@ b1 = 0.9                                        # default
 b2 = 0.999                                      # default
 eps = 1e-8                                      # default
 clip_norm = 1.0                                 # default
+
+[lora]
+rank = 0                                        # default
+# alpha: 2 x `rank`                             # default
+targets = ["attn.q", "attn.v"]                  # default
+use_rslora = false                              # default
+# path: new adapters                            # default
+base_dtype = "stored"                           # default
 
 [loss]
 z_loss = 0.0                                    # default

@@ -1,0 +1,91 @@
+"""The adapters of a run with LoRA: where they start, and the digest of the parameters that they belong to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prepcli.commands.train_start import StartCheckpoint, damage_hint
+from prepcli.errors import PrepError, usage_error
+from prepcli.formats.run_steps import step_folder
+from prepcli.restore.item_reader import open_reader
+from prepcli.restore.weights_reader import WeightsReader
+from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
+from trainer.models.lora import LoraConfig, lora_family, lora_from_manifest
+from trainer.models.registry import family_of
+from trainer.recipe.lora_table import Lora
+
+if TYPE_CHECKING:
+    from trainer.nn.model_spec import ModelSpec
+    from trainer.training.step import TrainState
+
+BASE_KEY = "base"  # entry of a step's manifest: name and digest of the frozen parameters
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+ALPHA_PER_RANK = 2  # default of `lora.alpha`
+
+
+def with_adapters(
+    start: StartCheckpoint, table: Lora, folder: Path, *, last_step: int, verify: bool
+) -> StartCheckpoint:
+    """Return a start checkpoint with the adapters that a run trains.
+
+    Args:
+        start: Checkpoint of the frozen parameters.
+        table: The recipe's `[lora]`.
+        folder: Folder of the run.
+        last_step: Step of the run to resume from; 0 for none.
+        verify: Check the bytes of the adapters against recorded checksums.
+
+    Raises:
+        PrepError: The adapters do not fit the model, or the start checkpoint has adapters only.
+    """
+    if "lora" in start.manifest:
+        why = "the step of a run with LoRA has only adapters"
+        raise usage_error("`model.path` is not a complete model", why, "`prep merge` adds them to their base")
+    config = start.manifest["config"]
+    if last_step:
+        path = step_folder(folder, last_step)
+        reader = open_reader(path, verify, damage_hint(folder, path))
+        lora = lora_from_manifest(reader.manifest) or _new_config(table)
+        return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
+    if table.path is None:
+        return dataclasses.replace(start, lora=dataclasses.asdict(_new_config(table)))
+    family, adapter = family_of(config), Path(table.path).expanduser()
+    lora = read_lora_config(adapter, family, config)
+    reader = WeightsReader(open_adapter(adapter, lora_family(family, config, lora), config))
+    return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
+
+
+def _new_config(table: Lora) -> LoraConfig:
+    alpha = table.alpha or float(ALPHA_PER_RANK * table.rank)
+    return LoraConfig(table.rank, alpha, targets=table.targets, use_rslora=table.use_rslora)
+
+
+def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:
+    """Return the dtype of each frozen parameter in device memory, by path."""
+    if base_dtype != "stored":
+        return dict.fromkeys(model.frozen_paths, base_dtype)
+    stored = {path: start.reader.leaves[f"params.{path}"].dtype for path in model.frozen_paths}
+    return {path: dtype if dtype in FLOAT_DTYPES else "float32" for path, dtype in stored.items()}
+
+
+def base_facts(state: TrainState, model: ModelSpec, name: str) -> dict[str, Any]:
+    """Return the manifest's entry for the frozen parameters: the name of their checkpoint, and their digest."""
+    from trainer.models.param_tree import flatten_tree
+    from trainer.training.base_digest import frozen_digest
+
+    leaves = flatten_tree(state["params"])
+    digest = frozen_digest({path: leaves[path] for path in model.frozen_paths})
+    return {BASE_KEY: {"name": name, "digest": digest}}
+
+
+def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Raise PrepError if a run resumes on other frozen parameters than those that its adapters were trained with."""
+    before, now = manifest.get(BASE_KEY, {}), facts[BASE_KEY]
+    if before.get("digest") == now["digest"]:
+        return
+    what = f"{now['name']} differs from the checkpoint that the run began with"
+    why = f"its parameters have the digest {now['digest']}, those of {before.get('name')} had {before.get('digest')}"
+    raise PrepError(what, why, "`model.path` of the checkpoint that the run began with")
