@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prepcli.api.compute import generate, load_params, train
     from prepcli.api.conversions import (
         export,
+        merge,
         pad_vocab,
         plan_export,
         plan_pad_vocab,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         DropOptions,
         ExportOptions,
         LayoutOptions,
+        MergeOptions,
         NewRowOptions,
         PadVocabOptions,
         ReshardOptions,
@@ -54,6 +56,7 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "MergeOptions",
     "NewRowOptions",
     "OutputExistsError",
     "PadVocabOptions",
@@ -72,6 +75,7 @@ __all__ = [
     "generate",
     "inspect",
     "load_params",
+    "merge",
     "pad_vocab",
     "plan_export",
     "plan_pad_vocab",

@@ -14,6 +14,7 @@ from prepcli.commands.conversion import (
     output_config,
     run_conversion,
 )
+from prepcli.commands.export_adapter import plan_adapter_export
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
@@ -132,7 +133,14 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
     Raises:
         PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
     """
+    if "lora" in source.tree_manifest:
+        return plan_adapter_export(request, source, located)
     _check_request(request, source)
+    return plan_copy(request, source, located)
+
+
+def plan_copy(request: ExportRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
+    """Plan an export whose request has been checked; see `plan_export`."""
     vocabulary = source.vocabulary(request.true_vocab)
     vocab_rows = vocabulary.stored_size if request.keep_padding else vocabulary.true_size
     tied_head = {source.family.tying.head_tensor} if _stores_tied_head(request, source) else set()

@@ -30,6 +30,7 @@ PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (False, None),
     "use_qalora": (False, None),
     "alora_invocation_tokens": ([], None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base
 }
 
 
