@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prepcli.commands.conversion import PlannedConversion, format_command_line
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import PrepError
+from prepcli.formats.manifest import ADAPTER_KEYS
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.sources.locate import LocatedCheckpoint
@@ -17,44 +18,37 @@ from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dr
 from trainer.models.lora import LoraConfig, lora_from_manifest, module_suffixes, select_targets
 from trainer.models.registry import family_of
 
-if TYPE_CHECKING:
-    from prepcli.commands.export import ExportRequest
-
 PEFT_LAYOUT = "peft"
 
 
-def plan_adapter_export(request: ExportRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
+def plan_adapter_export(source: Source, located: LocatedCheckpoint, dtype: str | None) -> PlannedConversion:
     """Plan the copy of the adapters of a training step to the files of PEFT.
 
     Args:
-        request: Dtype of the output; it must ask for no other layout.
         source: Opened step of a run with LoRA.
         located: Located source; its model name determines the output's default name.
+        dtype: Dtype of the output; None for no cast.
 
     Returns:
         Plan with the notes and fields of its report.
 
     Raises:
-        PrepError: The request does not fit an adapter.
+        PrepError: The manifest does not name the base of the adapters.
     """
     lora = lora_from_manifest(source.tree_manifest)
     assert lora is not None
-    if request.layout != "hf" or request.file_format is not None or request.keep_padding:
-        why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
-        hint = "`prep merge ADAPTER BASE` writes a complete model, for all layouts"
-        raise usage_error("`--layout`, `--format` and `--keep-padding` are not supported for adapters", why, hint)
     match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
-    tensors = [tensor.cast(request.dtype) for tensor in source.tensors]
+    tensors = [tensor.cast(dtype) for tensor in source.tensors]
     row_counts = output_rows(tensors, (), vocab_size=0)
     entries = header_entries(source, tensors, rows=row_counts)
     files, locations, _ = lay_out_weight_files([(ADAPTER_FILE, entries, None)])
     targets = {
         t.name: TensorTarget((locations[source.names.full_name(t.name)],), row_counts[t.name], t.dtype) for t in tensors
     }
-    settings = {key: source.tree_manifest[key] for key in ("lora", "base") if key in source.tree_manifest}
+    settings = {key: source.tree_manifest[key] for key in ADAPTER_KEYS if key in source.tree_manifest}
     plan = Plan(
         command="export",
-        request=format_command_line("export", source, [("--dtype", request.dtype)]),
+        request=format_command_line("export", source, [("--dtype", dtype)]),
         source_name=source.display_name,
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=VocabResize(source.vocabulary(), (), Fill("zeros"))),

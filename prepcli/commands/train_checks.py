@@ -70,7 +70,7 @@ def check_machine(
             ui.warn(warning)
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
     if group.index == 0 and not saved_steps(folder):
-        check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
+        check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.trained_leaves))
     return memory_fields(plan.memory, available)
 
 

@@ -13,7 +13,7 @@ from prepcli.formats.run_steps import step_folder
 from prepcli.restore.item_reader import open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
-from trainer.models.lora import LoraConfig, lora_family, lora_from_manifest
+from trainer.models.lora import lora_family, lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.recipe.lora_table import Lora
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 BASE_KEY = "base"  # entry of a step's manifest: name and digest of the frozen parameters
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-ALPHA_PER_RANK = 2  # default of `lora.alpha`
 
 
 def with_adapters(
@@ -48,19 +47,16 @@ def with_adapters(
     if last_step:
         path = step_folder(folder, last_step)
         reader = open_reader(path, verify, damage_hint(folder, path))
-        lora = lora_from_manifest(reader.manifest) or _new_config(table)
+        lora = lora_from_manifest(reader.manifest) or table.new_adapters
+        assert lora is not None
         return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
     if table.path is None:
-        return dataclasses.replace(start, lora=dataclasses.asdict(_new_config(table)))
+        assert table.new_adapters is not None
+        return dataclasses.replace(start, lora=dataclasses.asdict(table.new_adapters))
     family, adapter = family_of(config), Path(table.path).expanduser()
     lora = read_lora_config(adapter, family, config)
     reader = WeightsReader(open_adapter(adapter, lora_family(family, config, lora), config))
     return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
-
-
-def _new_config(table: Lora) -> LoraConfig:
-    alpha = table.alpha or float(ALPHA_PER_RANK * table.rank)
-    return LoraConfig(table.rank, alpha, targets=table.targets, use_rslora=table.use_rslora)
 
 
 def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> dict[str, str]:

@@ -120,7 +120,7 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
     folder, recipe, job, step = run.folder, run.recipe, run.job, run.step
     if step:
         check_resumable(manifest, job, changed=changed_keys(folder, recipe), step=step)
-    for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
+    for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.trained_leaves, job.steps - step)):
         ui.warn(warning)
 
 

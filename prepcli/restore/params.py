@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage_error
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
@@ -62,6 +62,9 @@ def open_model(
     """
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
+    if "lora" in source.tree_manifest:
+        hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
+        raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
     with _open_reader(source, path, mesh, verify, on_unchecked) as reader:
         model, sharding = model_from_manifest(reader.manifest), make_sharding(mesh, reader.manifest)
         check_mesh_divides(model, sharding)

@@ -6,7 +6,8 @@ element in the dtype of the computation.
 
 At its peak a step needs
 
-    state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter
+    state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter. With LoRA
+                         only adapters have moments and gradients, and the other parameters keep their dtype
     gradients            their sum and the update, float32: 8 bytes per parameter. With exact reduction also the unsplit
                          sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp the gathered
                          parameters, float32: 4 bytes per parameter of the whole model each
@@ -113,12 +114,15 @@ class MemoryEstimate:
 
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
-    num_parameters = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
+    num_frozen = 0
+    if inputs.adapters is not None:
+        num_frozen = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
     stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
-        parameters=FLOAT32 * num_parameters,
-        moments=FLOAT32 * (STATE_COPIES - 1) * num_parameters,
-        gradients=FLOAT32 * GRADIENT_COPIES * num_parameters + _exact_reduction_nbytes(inputs),
+        parameters=FLOAT32 * num_trained + inputs.frozen_itemsize * num_frozen,
+        moments=FLOAT32 * (STATE_COPIES - 1) * num_trained,
+        gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),

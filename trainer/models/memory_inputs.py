@@ -42,6 +42,8 @@ class MemoryInputs:
             number of logical shards of a device.
         blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
             its backward pass, as XLA plans for CPUs.
+        adapters: Adapters by path, if only they are trained; they are not in `leaves`. None to train all parameters.
+        frozen_itemsize: Bytes per element of the parameters in `leaves` if only adapters are trained.
     """
 
     arch_config: ArchConfig
@@ -60,6 +62,13 @@ class MemoryInputs:
     accumulate: int = 1
     is_exact: bool = False
     blocks_overlap: bool = True
+    adapters: Mapping[str, ParamLeaf] | None = None
+    frozen_itemsize: int = FLOAT32
+
+    @property
+    def trained_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters with gradients and moments, by path."""
+        return self.leaves if self.adapters is None else self.adapters
 
     @property
     def num_experts(self) -> int:

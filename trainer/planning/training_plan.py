@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from trainer.models.lora import build_adapters
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
-from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import leaf_spec
+from trainer.models.registry import family_of
 from trainer.models.rules import Rules, check_leaf_rules
 from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
@@ -20,6 +23,8 @@ from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import run_dropout, step_inputs
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
 from trainer.recipe import Recipe
+
+FROZEN_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ def plan_training(
         widens_bfloat16=widens_bfloat16,
         dropout=run_dropout(recipe, model.config),
     )
+    if recipe.lora.is_enabled:
+        inputs = replace(inputs, adapters=_adapters(recipe, model), frozen_itemsize=_frozen_itemsize(recipe, model))
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,
@@ -127,6 +134,21 @@ def plan_training(
         device=device,
         slices=slices,
     )
+
+
+def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
+    """Return the adapters of a recipe; none, which take little memory, if they are those of a file."""
+    lora, family = recipe.lora.new_adapters, family_of(model.config)
+    if lora is None:
+        return {}
+    return build_adapters(family, model.config, lora, scan=model.scan, scan_axis=model.scan_axis).leaves
+
+
+def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
+    """Return the bytes per element of frozen parameters; 4 if the config does not name their dtype."""
+    dtype = recipe.lora.base_dtype
+    stored = model.config.get("dtype") or model.config.get("torch_dtype")
+    return FROZEN_ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

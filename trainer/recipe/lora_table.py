@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.models.lora import DEFAULT_TARGETS
+from trainer.models.lora import DEFAULT_TARGETS, LoraConfig
 from trainer.recipe.key_types import STRICT, NonNegativeInt, PathText, PositiveFloat, RuleTexts, if_absent
+
+ALPHA_PER_RANK = 2  # default of `alpha`
 
 
 class Lora(BaseModel):
@@ -49,3 +51,11 @@ class Lora(BaseModel):
     def is_enabled(self) -> bool:
         """Whether adapters are trained."""
         return bool(self.rank or self.path)
+
+    @property
+    def new_adapters(self) -> LoraConfig | None:
+        """Settings of new adapters; None without adapters, or if they are those of `path`."""
+        if not self.rank:
+            return None
+        alpha = self.alpha or float(ALPHA_PER_RANK * self.rank)
+        return LoraConfig(self.rank, alpha, targets=self.targets, use_rslora=self.use_rslora)
