@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import FAILED, OK, USAGE
 from prepcli.formats.manifest import read_manifest
+from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter
 from tests.helpers.tiny_checkpoints import GPT2, LLAMA, make_checkpoint, read_tensors, same_bits
 
-RANK, ALPHA = 3, 7.0
-PREFIX = "base_model.model."
 LLAMA_TARGETS = [
     f"model.layers.{number}.{name}" for number in range(3) for name in ("self_attn.q_proj", "mlp.down_proj")
 ]
@@ -30,20 +28,6 @@ GPT2_TARGETS = [f"transformer.h.{number}.{name}" for number in range(3) for name
 def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def make_adapter(folder: str, shapes: Mapping[str, tuple[int, int]], **settings: Any) -> dict[str, np.ndarray]:
-    """Write an adapter with random matrices for modules with weights [out, in]; return its tensors."""
-    random = np.random.default_rng(1)
-    tensors: dict[str, np.ndarray] = {}
-    for module, (num_outputs, num_inputs) in shapes.items():
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = random.standard_normal((RANK, num_inputs), np.float32)
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = random.standard_normal((num_outputs, RANK), np.float32)
-    Path(folder).mkdir()
-    save_file(tensors, Path(folder, "adapter_model.safetensors"))
-    plain = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}
-    Path(folder, "adapter_config.json").write_text(json.dumps(plain | settings))
-    return tensors
 
 
 def product(adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA / RANK) -> np.ndarray:
@@ -58,7 +42,7 @@ def product(adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA
 def llama_adapter(folder: str = "adapter", **settings: Any) -> dict[str, np.ndarray]:
     """Write an adapter of the tiny LLaMA."""
     shapes = {name: (32, 48 if name.endswith("down_proj") else 32) for name in LLAMA_TARGETS}
-    return make_adapter(folder, shapes, **settings)
+    return make_adapter(Path(folder), shapes, **settings)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -80,7 +64,7 @@ def test_merge_adds_the_product_and_rounds_once(dtype: str):
 def test_merge_transposes_the_product_for_conv1d():
     make_checkpoint(Path("base"), GPT2)
     adapter = make_adapter(
-        "adapter", {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS}
+        Path("adapter"), {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS}
     )
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
     base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
@@ -158,7 +142,7 @@ def test_merge_rejects_adapters_of_other_models(
     shapes: dict[str, tuple[int, int]], message: str, capsys: pytest.CaptureFixture[str]
 ):
     make_checkpoint(Path("base"), LLAMA)
-    make_adapter("adapter", shapes)
+    make_adapter(Path("adapter"), shapes)
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert message in capsys.readouterr().err
 
