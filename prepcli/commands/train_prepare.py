@@ -72,17 +72,10 @@ def prepare_run(
         is_dry_run=request.dry_run,
         force=request.force,
     )
-    folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
-    if scratch_dir is not None:
-        folders["spare"] = scratch_dir
+    folders = _token_folders(start, folder, scratch_dir)
+    progress = tokenize_progress(ui)
     datasets = setup.build_datasets(
-        recipe,
-        model,
-        manifest=manifest,
-        folders=folders,
-        group=group,
-        progress=tokenize_progress(ui),
-        note=ui.note,
+        recipe, model, manifest=manifest, folders=folders, group=group, progress=progress, note=ui.note
     )
     job = setup.build_job(
         recipe,
@@ -110,6 +103,12 @@ def prepare_run(
     if group.index == 0:  # the others may not see the run's folder
         _check_job(run, start.state_reader.manifest, model, ui)
     return run
+
+
+def _token_folders(start: StartCheckpoint, folder: Path, scratch_dir: Path | None) -> dict[str, Path]:
+    """Return the folders of the tokenizer and of tokens; see `build_datasets`."""
+    folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
+    return folders if scratch_dir is None else {**folders, "spare": scratch_dir}
 
 
 def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) -> None:

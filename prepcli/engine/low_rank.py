@@ -6,11 +6,12 @@ in float32 (float64 for a float64 tensor), and the sum is rounded once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from prepcli.engine.casts import ValueChange, count_changes
+from prepcli.engine.casts import StreamCast, ValueChange, count_changes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
@@ -24,8 +25,16 @@ FLOAT32_NBYTES = 4
 
 def matrix_nbytes(streams: Sequence[Stream]) -> int:
     """Return the memory for the matrices of the largest update, and for reading them; 0 without updates."""
-    counts = [stream.update.num_values for stream in streams if stream.update]
+    updates = [stream.update for stream in streams if stream.update]
+    counts = [math.prod(update.a.shape) + math.prod(update.b.shape) for update in updates]
     return FLOAT32_NBYTES * max(counts) + 2 * RUN_NBYTES if counts else 0
+
+
+def value_change(stream: Stream, source: RunReader) -> ValueChange | None:
+    """Return the change of a stream's values: an update, a cast, or None to keep them."""
+    if stream.update:
+        return StreamUpdate(stream, source)
+    return StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
 
 
 class StreamUpdate(ValueChange):

@@ -18,12 +18,12 @@ import xxhash
 from prepcli.console.progress import Progress
 from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamCast, StreamDigest, ValueChange
+from prepcli.engine.casts import StreamDigest, ValueChange
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import ByteArray, Files, RunReader
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
-from prepcli.engine.low_rank import StreamUpdate
+from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, scatter, threads
 from prepcli.engine.slab_buffers import buffers_needed, needs_gather, needs_permute, page_offset_view
 from prepcli.engine.worker_thread import WorkerThread, wait_for_threads
@@ -314,7 +314,7 @@ class _PipelineRun:
         number, slab, stream = task.slab.stream_number, task.slab, self.streams[task.slab.stream_number]
         self.hash_state.update(task.data.data)
         if slab.start == stream.byte_range[0]:
-            self.change = _value_change(stream, self.source)
+            self.change = value_change(stream, self.source)
         if self.change:
             task.data = self.change.apply(
                 task.data, page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes)
@@ -373,13 +373,6 @@ class _PipelineRun:
         point = SyncPoint(self.done_nbytes, self.unsynced_digests, self.prefix)
         self.unsynced_digests, self.unsynced_nbytes = {}, 0
         return point
-
-
-def _value_change(stream: Stream, source: RunReader) -> ValueChange | None:
-    """Return the change of a stream's values; None if they are kept."""
-    if stream.update:
-        return StreamUpdate(stream, source)
-    return StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
 
 
 def _make_background_sync(

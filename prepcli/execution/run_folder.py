@@ -90,7 +90,7 @@ class RunFolder:
         """
         manifest = self._open_start(start_checkpoint)
         changed_keys = {"config": config, "mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
-        changed_keys["lora"] = lora
+        changed_keys |= {"lora": lora}
         self._start_manifest = {
             **manifest,
             **{key: value for key, value in changed_keys.items() if value is not None},

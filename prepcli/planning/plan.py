@@ -78,11 +78,6 @@ class LowRankUpdate:
     scale: float
     is_transposed: bool = False
 
-    @property
-    def num_values(self) -> int:
-        """Number of values in both matrices."""
-        return math.prod(self.a.shape) + math.prod(self.b.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Stream:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS
-from trainer.models.errors import usage_error
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, Parameter, active_parameters
 from trainer.models.registry import family_of
@@ -58,9 +58,22 @@ class LoraConfig:
 
 
 def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
-    """Return the settings of adapters in a manifest; None if it has none."""
+    """Return the settings of adapters in a manifest; None if it has none.
+
+    Raises:
+        PrepError: They are invalid.
+    """
     lora = manifest.get("lora")
-    return None if lora is None else LoraConfig(**{**lora, "targets": tuple(lora["targets"])})
+    if lora is None:
+        return None
+    try:
+        rank, alpha = int(lora["rank"]), float(lora["alpha"])
+        targets, use_rslora = tuple(map(str, lora["targets"])), bool(lora["use_rslora"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise PrepError("the manifest has invalid settings of adapters", f"`lora` is {lora!r:.60}") from error
+    if rank < 1:
+        raise PrepError("the manifest has invalid settings of adapters", f"rank is {rank}")
+    return LoraConfig(rank, alpha, targets=targets, use_rslora=use_rslora)
 
 
 def manifest_family(manifest: Mapping[str, Any]) -> Family:

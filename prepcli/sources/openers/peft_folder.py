@@ -52,7 +52,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         if (value := settings.get(key, plain_values[0])) not in plain_values:
             raise PrepError(f"{path}: {key} = {value!r:.60} is not supported", "only plain LoRA adapters are")
     for key, kinds in (("r", int), ("lora_alpha", int | float)):
-        if not isinstance(value := settings.get(key), kinds) or isinstance(value, bool) or value <= 0:
+        value = settings.get(key)
+        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
             raise PrepError(f"{path / ADAPTER_CONFIG} is invalid", f"{key} is {value!r:.60}, not a positive number")
     return settings
 

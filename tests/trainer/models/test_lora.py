@@ -8,12 +8,13 @@ import pytest
 
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, FAMILY_CONFIGS, GPT2, LLAMA
 from trainer.models.axis_map import bind_row
-from trainer.models.errors import UsageError
+from trainer.models.errors import PrepError, UsageError
 from trainer.models.lora import (
     DEFAULT_TARGETS,
     LoraConfig,
     build_adapters,
     lora_family,
+    lora_from_manifest,
     module_suffixes,
     projections,
     select_targets,
@@ -105,3 +106,9 @@ def test_experts_have_no_adapters():
 def test_scaling_divides_alpha_by_the_rank_or_its_root():
     assert LoraConfig(16, 8.0).scaling == 0.5
     assert LoraConfig(16, 8.0, use_rslora=True).scaling == 2.0
+
+
+@pytest.mark.parametrize("lora", [3, {}, {"rank": 0, "alpha": 1.0, "targets": [], "use_rslora": False}])
+def test_invalid_settings_in_a_manifest_are_errors(lora: Any):
+    with pytest.raises(PrepError, match="invalid settings of adapters"):
+        lora_from_manifest({"lora": lora})
