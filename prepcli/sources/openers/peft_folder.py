@@ -51,9 +51,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     for key, plain_values in PLAIN_VALUES.items():
         if (value := settings.get(key, plain_values[0])) not in plain_values:
             raise PrepError(f"{path}: {key} = {value!r:.60} is not supported", "only plain LoRA adapters are")
-    for key, kinds in (("r", int), ("lora_alpha", int | float)):
+    for key in ("r", "lora_alpha"):
         value = settings.get(key)
-        if not isinstance(value, kinds) or isinstance(value, bool) or value <= 0:
+        is_number = isinstance(value, int) or (key != "r" and isinstance(value, float))
+        if not is_number or isinstance(value, bool) or not value or value <= 0:
             raise PrepError(f"{path / ADAPTER_CONFIG} is invalid", f"{key} is {value!r:.60}, not a positive number")
     return settings
 
