@@ -47,8 +47,10 @@ def with_adapters(
     if last_step:
         path = step_folder(folder, last_step)
         reader = open_reader(path, verify, damage_hint(folder, path))
-        lora = lora_from_manifest(reader.manifest) or table.new_adapters
-        assert lora is not None
+        lora = lora_from_manifest(reader.manifest)
+        if lora is None:
+            hint = "`--restart` starts again from step 0; another `name` keeps both runs"
+            raise PrepError(f"{folder} began without adapters", "its steps have all parameters", hint)
         return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
     if table.path is None:
         assert table.new_adapters is not None

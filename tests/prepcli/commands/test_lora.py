@@ -142,3 +142,10 @@ def test_dry_run_counts_the_state_of_adapters_alone(work_dir: Path, capsys: pyte
     full = json.loads(capsys.readouterr().out)["memory"]
     assert lora["moments"] < full["moments"] / 4
     assert lora["gradients"] < full["gradients"] / 4
+
+
+def test_run_of_all_parameters_does_not_go_on_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    assert main(["train", "recipe.toml", *options, "--stop-after", "3", "-q"]) == STOPPED
+    assert main(["train", "recipe.toml", "-q"]) == FAILED
+    assert "runs/recipe began without adapters" in capsys.readouterr().err
