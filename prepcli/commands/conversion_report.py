@@ -54,7 +54,7 @@ def plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
                 for s in plan.streams
                 if s.fill
             ],
-            "changed_values": None if any(stream.cast_to for stream in plan.streams) else 0,
+            "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
         },
         "chunks": plan.chunk_count,
         "casts": casts.report_casts(plan.streams),

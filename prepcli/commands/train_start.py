@@ -87,6 +87,8 @@ class StartCheckpoint:
         resume_step: Step of the run that the checkpoint is; 0 if it is another model.
         hint: The user's options if the checkpoint is damaged.
         name: URL of the checkpoint, if its folder has only placeholders of its files.
+        lora: Settings of the adapters that the run trains; None if it trains all parameters.
+        adapters: Reader of the adapters, and of the training state if the run is resumed; None for new ones.
     """
 
     reader: ItemReader | WeightsReader | RandomReader
@@ -95,6 +97,8 @@ class StartCheckpoint:
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
+    lora: Mapping[str, Any] | None = None
+    adapters: ItemReader | WeightsReader | None = None
 
     def rename_in_errors(self) -> AbstractContextManager[None]:
         """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
@@ -105,7 +109,13 @@ class StartCheckpoint:
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        return self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        manifest = self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        return manifest if self.lora is None else {**manifest, "lora": self.lora}
+
+    @property
+    def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the training state, if the run is resumed."""
+        return self.adapters or self.reader
 
     def check_remaining(self, ui: Ui, *, has_state: bool) -> None:
         """Check a checkpoint without checksums of its chunks; others are checked as they are read.

@@ -18,6 +18,7 @@ from trainer.distributed.token_order import order_tokens
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import LORA_A
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
@@ -155,10 +156,19 @@ def hidden_states(
 
 
 def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Tree:
-    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves."""
+    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves.
+
+    The matrices A of adapters are scaled, in float32, and copied to the projections that share them.
+    """
     constrain, dtype = forward_config.sharding.constrain_param, forward_config.dtype
-    leaves = flatten_tree(params).items()
-    return unflatten_tree({path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves})
+    leaves = flatten_tree(params)
+    if model.adapters is None:
+        shared = {}
+    else:
+        scaling, shared = model.adapters.config.scaling, model.adapters.shared
+        leaves |= {path: leaves[path] * scaling for path in model.adapters.leaves if path.endswith(LORA_A)}
+    computed = {path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()}
+    return unflatten_tree(computed | {path: computed[owner] for path, owner in shared.items()})
 
 
 def run_decoder(

@@ -15,6 +15,7 @@ from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.field_checks import field_problems
 from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
@@ -37,6 +38,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)
     yield from _dropout_problems(recipe)
+    yield from _lora_problems(recipe)
     yield from field_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
@@ -113,6 +115,25 @@ def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(dropout, dict):
         yield from problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
     yield from problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
+
+
+def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of adapters that another key determines, or that have no effect without adapters."""
+    lora, default = recipe.lora, Lora()
+    settings = {key: getattr(lora, key) != getattr(default, key) for key in ("rank", "alpha", "targets", "use_rslora")}
+    for key, is_set in settings.items():
+        if lora.path is not None and is_set:
+            why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
+            yield Problem((f"lora.{key}",), f"`lora.{key}` is {format_value(getattr(lora, key))}", why, "remove it")
+    if lora.is_enabled and recipe.model.is_random:
+        why = "adapters are trained for a checkpoint, and `model.init` is random"
+        yield Problem(
+            ("lora.rank", "lora.path"), "`lora` needs a checkpoint", why, "remove [lora], or set `model.path`"
+        )
+    changed = [key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)]
+    if not lora.is_enabled and changed:
+        what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"
+        yield Problem((f"lora.{changed[0]}",), what, "there are no adapters: `lora.rank` is 0", "`rank = 16` in [lora]")
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:

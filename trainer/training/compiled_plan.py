@@ -19,7 +19,7 @@ from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.topology import run_compile_process, tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
-from trainer.models.errors import USAGE, PrepError, UsageError
+from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.planning.step_inputs import run_dropout
@@ -73,7 +73,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     devices = tpu_devices(topology, num_slices(slices)) if topology else None
     sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices, slices=slices)
     device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
-    model = model_from_manifest(manifest)
+    model = model_from_manifest({**manifest, **_lora_entry(recipe)})
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
     setup = build_step_setup(
@@ -88,6 +88,15 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
     batch = column_shapes(_columns(recipe.data), shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices")
+
+
+def _lora_entry(recipe: Recipe) -> dict[str, Any]:
+    """Return the manifest's entry for the adapters of a recipe; empty without adapters."""
+    if recipe.lora.path is not None:
+        why, hint = "the rank is in the adapter's files, which are not read", "`lora.rank` instead of `lora.path`"
+        raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
+    lora = recipe.lora.new_adapters
+    return {} if lora is None else {"lora": asdict(lora)}
 
 
 def _columns(data: Data) -> ColumnSpecs:

@@ -284,7 +284,7 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        leaves = host_leaves(self.state, self.job.optimizer_state)
+        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=self.job.setup.model.frozen_paths)
         self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
         self.timer.resume()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from trainer.data.order import SampleOrder
@@ -11,6 +12,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
 from trainer.models.rope_overrides import override_rope
@@ -38,7 +40,12 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
     config = manifest["config"]
     return build_model(
-        family_of(config), config, manifest["tied"], scan=manifest["scan"], scan_axis=manifest["scan_axis"]
+        family_of(config),
+        config,
+        manifest["tied"],
+        scan=manifest["scan"],
+        scan_axis=manifest["scan_axis"],
+        lora=lora_from_manifest(manifest),
     )
 
 
@@ -121,6 +128,7 @@ def build_job(
     manifest_fields: Mapping[str, Any],
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
+    frozen_dtypes: Mapping[str, str] | None = None,
 ) -> Job:
     """Build the job of a run.
 
@@ -134,12 +142,13 @@ def build_job(
         manifest_fields: Extra entries for the manifest of every checkpoint.
         token_functions: A user's loss and metrics.
         stop_after: Steps after which this process stops; 0 for no limit.
+        frozen_dtypes: Dtype of each frozen parameter, by path; None for float32.
 
     Raises:
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
     """
     assert sharding.mesh is not None
-    check_patterns(recipe.optimizer, model.leaves)
+    check_patterns(recipe.optimizer, model.trained_leaves)
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     n_rows = datasets.train.n_rows
     order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
@@ -156,6 +165,7 @@ def build_job(
         dropout=dropout,
         token_functions=token_functions,
     )
+    setup = replace(setup, frozen_dtypes=frozen_dtypes or {})
     return Job(
         setup=setup,
         steps=steps,

@@ -58,9 +58,10 @@ FILES = {
         "x.toml:10: unknown key `optimiser` - did you mean `optimizer`?",
     ),
     "unknown table": (
-        GOOD + "[lora]\nrank = 8\n",
-        "x.toml:14: unknown key `lora` - "
-        "known: name, seed, mesh, rules, model, data, batch, optimizer, loss, train, eval, checkpoint, log, cluster",
+        GOOD + "[peft]\nquality = 8\n",
+        "x.toml:14: unknown key `peft` - "
+        "known: name, seed, mesh, rules, model, data, batch, optimizer, lora, loss, train, eval, checkpoint, log, "
+        "cluster",
     ),
     "key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),

@@ -135,7 +135,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
     conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "optimizer.loss_scale"}
-    conflicting |= {*START_KEYS}
+    conflicting |= {"lora.path", *START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in key_schemas_of("adamw").items()
@@ -212,6 +212,12 @@ VALUES_BY_KEY = {
     "train.steps": st.integers(10, 2**30),
 }
 
+LORA_VALUES: list[dict[str, Any]] = [
+    {},
+    {"lora.path": "adapter", "lora.base_dtype": "bfloat16"},
+    {"lora.rank": 8, "lora.alpha": 4.5, "lora.targets": ["attn.*", "mlp.up"], "lora.use_rslora": True},
+]
+
 
 def accepted_values(key_schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     """Generate accepted values of a key."""
@@ -247,6 +253,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded |= {"optimizer.loss_scale", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
@@ -268,6 +275,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     elif values["data.type"] == "json" and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
+    values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
         values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))

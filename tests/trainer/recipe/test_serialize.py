@@ -23,7 +23,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
 )
-ADDED_TABLES = ("loss", "log")
+ADDED_TABLES = ("loss", "log", "lora")
 CHANGED_DEFAULTS = {
     "# head_chunk_size: chosen for the devices": "head_chunk_size = 512"
 }  # text now, and in the digests
@@ -104,6 +104,14 @@ b1 = 0.9                                        # default
 b2 = 0.999                                      # default
 eps = 1e-8                                      # default
 clip_norm = 1.0                                 # default
+
+[lora]
+rank = 0                                        # default
+# alpha: 2 x `rank`                             # default
+targets = ["attn.q", "attn.v"]                  # default
+use_rslora = false                              # default
+# path: new adapters                            # default
+base_dtype = "stored"                           # default
 
 [loss]
 z_loss = 0.0                                    # default
