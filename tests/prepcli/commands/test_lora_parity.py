@@ -20,7 +20,7 @@ from prepcli.sources.opening import open_source
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 from trainer.models.lora import lora_family
 from trainer.models.param_tree import flatten_tree
 from trainer.models.registry import FAMILIES
