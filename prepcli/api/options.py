@@ -177,7 +177,7 @@ class ExportOptions(ConversionOptions, total=False):
 
 
 class MergeOptions(SourceOptions, total=False):
-    """Options of `merge`. Those of `SourceOptions` are for the base.
+    """Options of `merge`. The options of `SourceOptions` are for the base.
 
     Attributes:
         overwrite: Replace another output of prep; default: False.

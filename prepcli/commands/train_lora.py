@@ -80,7 +80,7 @@ def base_facts(state: TrainState, model: ModelSpec, name: str) -> dict[str, Any]
 
 
 def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Raise PrepError if a run resumes on other frozen parameters than those that its adapters were trained with."""
+    """Raise PrepError if a run resumes on other frozen parameters than its adapters were trained with."""
     before, now = manifest.get(BASE_KEY, {}), facts[BASE_KEY]
     if before.get("digest") == now["digest"]:
         return

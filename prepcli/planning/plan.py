@@ -107,7 +107,7 @@ class Stream:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the written values may differ from those that are read."""
+        """Whether the written values may differ from the read ones."""
         return bool(self.cast_to or self.update)
 
     @property

@@ -16,7 +16,7 @@ ENDS_PROMPTS = ("T5Tokenizer",)  # classes that put the end token after a text, 
 
 
 class Codec(Protocol):
-    """Encoder and decoder of a tokenizer. Its errors are those of its library."""
+    """Encoder and decoder of a tokenizer. It raises the errors of its library."""
 
     @property
     def max_id(self) -> int:

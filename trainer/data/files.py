@@ -39,7 +39,7 @@ def hash_file(path: Path) -> DataFile:
 
 
 def read_blocks(file: DataFile, split: Callable[[BinaryIO], Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks, and check at the end that they are those that were hashed.
+    """Yield the bytes of a file in blocks, and check at the end that they are the hashed ones.
 
     Args:
         file: The file, with its digest.

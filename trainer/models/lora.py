@@ -123,7 +123,7 @@ class Projection:
 
 
 def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
-    """Yield the projections of a model's layers that can have an adapter; those of experts cannot."""
+    """Yield the projections of a model's layers that can have an adapter; projections of experts cannot."""
     for path, parameter in active_parameters(family.parameters, config):
         if projection := _projection(path, parameter):
             yield projection
@@ -154,7 +154,7 @@ def _projection(path: str, parameter: Parameter) -> Projection | None:
 
 
 def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> list[Projection]:
-    """Return the projections with an adapter: those that match a pattern, and those stored in one tensor with them.
+    """Return the projections with an adapter: each that matches a pattern, and all that share its tensor.
 
     Raises:
         UsageError: A pattern matches no projection of the model.
@@ -237,7 +237,7 @@ def _stacked_path(leaf: ParamLeaf) -> str:
 
 
 def module_suffixes(family: Family, config: HFConfig, lora: LoraConfig) -> list[str]:
-    """Return the shortest ends of module names that select the adapted modules and no others, as PEFT matches them."""
+    """Return the shortest ends of module names that select only the adapted modules, as PEFT matches them."""
     adapted = {_module_pattern(p.module) for p in select_targets(family, config, lora.targets)}
     others = {_module_pattern(name) for name in _module_names(family, config)} - adapted
     return sorted({_shortest_suffix(module, others) for module in adapted})
