@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -13,13 +13,14 @@ from trainer.data import store
 from trainer.data.encode import write_examples
 from trainer.data.fields import ExampleSettings, compile_fields
 from trainer.data.files import DataFile, hash_file
-from trainer.data.find_files import find_files
-from trainer.data.records import read_examples
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.records import RecordSettings, read_examples
+from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
@@ -33,7 +34,7 @@ class TokenizeConfig:
 
     Attributes:
         type: Type of the data files.
-        paths: Files, folders and globs, as `find_files` takes them.
+        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
         examples: Settings that turn records into examples.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
@@ -41,6 +42,10 @@ class TokenizeConfig:
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
+        selection: Part of a dataset.
+        bad_lines: Invalid records that are skipped.
+        ids_dtype: Dtype of ready token ids in files that do not record it.
+        remote: Finds the files of URLs.
     """
 
     type: DataType
@@ -52,6 +57,10 @@ class TokenizeConfig:
     cache: Path
     scratch_dir: Path | None = None
     source_length: int = 0
+    selection: Selection = WHOLE
+    bad_lines: int = 0
+    ids_dtype: str = DEFAULT_IDS_DTYPE
+    remote: RemoteFiles = NO_REMOTE_FILES
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -71,7 +80,9 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
-    files = [hash_file(path) for path in find_files(config.paths, config.type)]
+    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    config = replace(config, type=resolve_type(found, config.type))
+    files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
@@ -130,6 +141,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
         "files": [[file.nbytes, file.digest] for file in files],
     }
     inputs |= {"prefix": settings.source_prefix} if settings.source_prefix else {}
+    inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
+    inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -143,12 +156,13 @@ def _build_store(
     note: Note,
 ) -> store.StoreMeta:
     builder = compile_fields(config.examples)
+    settings = RecordSettings(config.vocab, config.examples.eos_id, config.bad_lines, config.ids_dtype)
     with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
 
         def fill(writer: TokenWriter) -> None:
-            examples = read_examples(files, config.type, builder)
+            examples = read_examples(files, resolve_type(files, config.type), builder, settings=settings, note=note)
             count = _byte_counter(files, progress)
             write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
 

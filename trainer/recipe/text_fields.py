@@ -9,8 +9,12 @@ from typing import Literal
 
 from trainer.models.errors import usage_error
 
-DataType = Literal["text", "json"]
-DEFAULT_FIELDS: Mapping[str, str] = {"json": "text"}  # default of `data.fields` of each type that has columns
+FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids"]
+DataType = Literal["auto", FileType]  # auto: by the suffix of the files
+IdsDtype = Literal["uint16", "uint32", "int32", "int64"]  # of token ids in files without a header
+DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
+# Default of `data.fields` of each type that has columns, or may have some.
+DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(("auto", "json", "csv", "parquet", "arrow"), "text")
 
 
 @dataclass(frozen=True, slots=True)
