@@ -36,7 +36,11 @@ def find_files(paths: Sequence[str], data_type: DataType, selection: Selection =
     Raises:
         PrepError: A path gives no file, or a folder cannot be read.
     """
-    return tuple({file.resolve(): file for path in paths for file in _local_files(path, data_type, selection)}.values())
+    files: dict[Path, Path] = {}  # resolved path -> path as found
+    for path in paths:
+        for file in _local_files(path, data_type, selection):
+            files.setdefault(file.resolve(), file)
+    return tuple(files.values())
 
 
 def find_data_files(
@@ -60,11 +64,11 @@ def find_data_files(
     files: dict[Path | str, Path | DataFile] = {}
     for path in paths:
         if is_url(path):
-            found = remote.find(path, partial(_is_data, data_type=data_type), selection)
-            files |= {file.path: file for file in found if file.path not in files}
+            for file in remote.find(path, partial(_is_data, data_type=data_type), selection):
+                files.setdefault(file.path, file)
         else:
-            found = _local_files(path, data_type, selection)
-            files |= {file.resolve(): file for file in found if file.resolve() not in files}
+            for file in _local_files(path, data_type, selection):
+                files.setdefault(file.resolve(), file)
     return tuple(files.values())
 
 
