@@ -209,7 +209,7 @@ def _encode_prompts(
     model: ModelSpec,
     config: Mapping[str, Any],
 ) -> _EncodedPrompts:
-    from trainer.training.setup import decoder_start_token_id
+    from trainer.training.datasets import decoder_start_token_id
 
     encoded_texts = [tokenizer.encode_prompt(text) for text in texts] if tokenizer else []
     decoded = [tokenizer.decode(prompt_ids) if tokenizer else None for prompt_ids in ids]

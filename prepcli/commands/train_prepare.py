@@ -53,6 +53,7 @@ def prepare_run(
     """
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
+    from trainer.training.datasets import build_datasets
 
     recipe, step = loaded.recipe, _resume_step(folder, start)
     manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
@@ -74,7 +75,7 @@ def prepare_run(
     folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
     if scratch_dir is not None:
         folders["spare"] = scratch_dir
-    datasets = setup.build_datasets(
+    datasets = build_datasets(
         recipe,
         model,
         manifest=manifest,

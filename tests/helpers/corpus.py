@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trainer.data.fields import ExampleSettings
+from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
@@ -57,13 +57,13 @@ def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeCon
     config = TokenizeConfig(
         type="text",
         paths=tuple(map(str, paths)),
-        examples=ExampleSettings(fields="text", eos_id=EOS),
+        examples=ExampleSettings(eos_id=EOS),
         seq_length=8,
         tokenizer=tokenizer,
         vocab=300,
         cache=folder / "cache",
     )
-    return change(config, **changes)
+    return change(config, **({"fields": "text"} if changes.get("type") == "json" else {}) | changes)
 
 
 def change(config: TokenizeConfig, **changes: Any) -> TokenizeConfig:

@@ -18,10 +18,13 @@ class Segment:
     Attributes:
         content: A text, or token ids that are stored as they are.
         weight: Loss weight of its tokens as targets, 0 or 1.
+        loss_spans: Start and end, in characters, of the parts of a text whose tokens have weight 1; those of all other
+            tokens are 0. None for equal weights.
     """
 
     content: str | TokenIds
     weight: int = 1
+    loss_spans: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

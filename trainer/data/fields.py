@@ -1,34 +1,21 @@
-"""Compile the settings of a recipe's fields into a builder of examples."""
+"""Build the examples of records and texts, as the settings of a recipe describe them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
-import numpy as np
-
+from trainer.data.chat import ChatBuilder
 from trainer.data.column_values import check_columns, text_value
+from trainer.data.compiled_fields import CompiledFields, compile_list
+from trainer.data.example_settings import ExampleSettings, begin_segments, largest_added_id, token_segment
 from trainer.data.examples import Example, Segment
 from trainer.data.readers.reader import DataPiece, Record, TextChunk
-from trainer.recipe.text_fields import TextFields, parse_fields
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.field_grammar import FieldsError, parse_fields, split_fields
 
-
-@dataclass(frozen=True, slots=True)
-class ExampleSettings:
-    """Everything that determines the examples of a record.
-
-    Attributes:
-        fields: Columns of the text, or of a source and a target, as `parse_fields` takes them; empty for types of data
-            without columns.
-        has_encoder: Whether an encoder reads the source.
-        eos_id: Token appended to each document; None for none.
-        source_prefix: Text put before each source.
-    """
-
-    fields: str = ""
-    has_encoder: bool = False
-    eos_id: int | None = None
-    source_prefix: str = ""
+COMPILED_LISTS = 1024  # field lists of records that are kept compiled
 
 
 class ExampleBuilder(Protocol):
@@ -49,47 +36,97 @@ class ExampleBuilder(Protocol):
         ...
 
 
-def compile_fields(settings: ExampleSettings) -> ExampleBuilder:
-    """Return the builder of the examples that the settings describe."""
-    eos = () if settings.eos_id is None else (Segment(np.array([settings.eos_id], np.uint32)),)
-    fields = parse_fields(settings.fields) if settings.fields else TextFields(())
-    return _FieldsBuilder(fields, settings.source_prefix, eos)
+def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
+    """Return the builder of the examples that the settings describe.
+
+    Args:
+        settings: The settings.
+        vocab: Size of the model's vocabulary without padding.
+
+    Raises:
+        UsageError: The fields are not in the grammar, or name a token that the model does not have.
+    """
+    if settings.chat_template is not None:
+        return ChatBuilder(settings, settings.chat_template)
+    if settings.fields_from_example:
+        return _RecordFieldsBuilder(settings, vocab)
+    if not settings.fields:
+        return _TextBuilder(settings)
+    try:
+        fields = compile_list(parse_fields(settings.fields), settings, vocab=vocab)
+    except FieldsError as error:
+        raise usage_error(f'`data.fields` is "{settings.fields:.60}"', str(error)) from None
+    return _FieldsBuilder(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _TextBuilder:
+    """Builds examples of data without columns."""
+
+    settings: ExampleSettings
+
+    @property
+    def has_weights(self) -> bool:
+        return self.settings.add_bos
+
+    @property
+    def max_id(self) -> int:
+        return largest_added_id(self.settings)
+
+    def build(self, piece: DataPiece) -> Example:
+        assert isinstance(piece, TextChunk)
+        begin = begin_segments(self.settings) if piece.starts_document else ()
+        end = token_segment(self.settings.end_id) if piece.ends_document else ()
+        text = Segment((self.settings.prepend_text if piece.starts_document else "") + piece.text)
+        return Example((*begin, text, *end), piece.nbytes, ends_document=piece.ends_document)
 
 
 @dataclass(frozen=True, slots=True)
 class _FieldsBuilder:
-    """Builds examples of the columns of records, and of texts.
+    """Builds examples of records that all have the same fields."""
 
-    Attributes:
-        fields: Columns of source and target.
-        source_prefix: Text put before each source.
-        end: Segments put after each document.
-    """
+    fields: CompiledFields
 
-    fields: TextFields
-    source_prefix: str
-    end: tuple[Segment, ...]
-    has_weights: bool = field(default=False, init=False)
+    @property
+    def has_weights(self) -> bool:
+        return any(not part.weight for part in self.fields.target)
 
     @property
     def max_id(self) -> int:
-        return max((int(part.content[0]) for part in self.end if not isinstance(part.content, str)), default=-1)
+        return max((part.max_id for part in (*self.fields.target, *(self.fields.source or ()))), default=-1)
 
     def build(self, piece: DataPiece) -> Example:
-        return self._of_chunk(piece) if isinstance(piece, TextChunk) else self._of_record(piece)
+        assert isinstance(piece, Record)
+        return self.fields.build(piece)
 
-    def _of_chunk(self, chunk: TextChunk) -> Example:
-        end = self.end if chunk.ends_document else ()
-        return Example((Segment(chunk.text), *end), chunk.nbytes, ends_document=chunk.ends_document)
 
-    def _of_record(self, record: Record) -> Example:
-        has_source = bool(self.fields.source)
-        hint = "`--set data.fields='[SOURCE], TARGET'`" if has_source else "`--set data.fields=COLUMN`"
-        check_columns(record, self.fields.columns, hint=hint)
-        source = " ".join(text_value(record, column) for column in self.fields.source)
-        target = " ".join(text_value(record, column) for column in self.fields.target)
-        return Example(
-            target=(Segment(target), *self.end),
-            nbytes=record.nbytes,
-            source=(Segment(self.source_prefix + source), *self.end) if has_source else None,
-        )
+@dataclass(frozen=True, slots=True)
+class _RecordFieldsBuilder:
+    """Builds examples of records that have a column with their fields."""
+
+    settings: ExampleSettings
+    vocab: int
+
+    @property
+    def has_weights(self) -> bool:
+        return True
+
+    @property
+    def max_id(self) -> int:
+        return self.vocab - 1
+
+    def build(self, piece: DataPiece) -> Example:
+        assert isinstance(piece, Record)
+        column = self.settings.fields_from_example
+        check_columns(piece, [column], hint="`--set data.fields_from_example=COLUMN`")
+        text = text_value(piece, column)
+        try:
+            return _compile_text(text, self.settings, self.vocab).build(piece)
+        except FieldsError as error:
+            what = f'{piece.place}: column `{column}` is "{text:.60}"'
+            raise PrepError(what, str(error), 'such as "[question], answer"') from None
+
+
+@lru_cache(maxsize=COMPILED_LISTS)
+def _compile_text(text: str, settings: ExampleSettings, vocab: int) -> CompiledFields:
+    return compile_list(split_fields(text), settings, vocab=vocab)

@@ -57,11 +57,14 @@ class PackedDataset:
         tokens: The token store.
         first_row: Index in the store of the first block.
         n_rows: Number of blocks.
+        first_input: Input token at the start of each block, instead of the stored one; None for the stored one. It is
+            not a target.
     """
 
     tokens: MappedTokens
     first_row: int
     n_rows: int
+    first_input: int | None = None
 
     @property
     def seq_length(self) -> int:
@@ -92,6 +95,8 @@ class PackedDataset:
         tokens[indices >= 0] = self._blocks(self.tokens.ids, indices)
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
+        if self.first_input is not None:
+            tokens[indices >= 0, 0] = self.first_input
         weights = np.zeros(tokens.shape, np.float32)
         stored = self.tokens.weights
         weights[indices >= 0, :-1] = 1 if stored is None else self._blocks(stored, indices)[:, 1:]

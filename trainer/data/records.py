@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from trainer.data.bad_lines import BadLines
 from trainer.data.examples import Example, Segment
 from trainer.data.fields import ExampleBuilder
-from trainer.data.files import DataFile
+from trainer.data.files import DataFile, changed_file_error, hash_file
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
 from trainer.models.errors import PrepError
@@ -27,12 +28,14 @@ class RecordSettings:
         eos_id: Token that ends a document of ready token ids; None for none.
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
+        limit: Documents to read, of a source and a target one; 0 for all.
     """
 
     vocab: int
     eos_id: int | None = None
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
+    limit: int = 0
 
 
 def read_examples(
@@ -58,22 +61,36 @@ def read_examples(
     """
     bad_lines = BadLines(settings.bad_lines, note)
     options = ReadOptions(bad_lines, settings.ids_dtype)
+    n_documents = 0
     for file in files:
         for piece in READERS[file_type].read(file, options):
-            if isinstance(piece, IdsChunk):
-                yield from _ids_examples(piece, settings)
-            elif (example := _build(piece, builder, bad_lines)) is not None:
+            for example in _examples(piece, builder, settings, on_error=bad_lines):
                 yield example
+                n_documents += example.ends_document
+                if n_documents == settings.limit:
+                    _check_unchanged(file)
+                    bad_lines.report()
+                    return
     bad_lines.report()
 
 
-def _build(piece: DataPiece, builder: ExampleBuilder, bad_lines: BadLines) -> Example | None:
-    """Return the example of a record or a text; None if it is invalid and skipped."""
+def _check_unchanged(file: DataFile) -> None:
+    """Raise PrepError if a local file that is not read to its end changed since it was hashed."""
+    if file.open_remote is None and hash_file(Path(file.path)) != file:
+        raise changed_file_error(file.path)
+
+
+def _examples(
+    piece: DataPiece | IdsChunk, builder: ExampleBuilder, settings: RecordSettings, *, on_error: BadLines
+) -> Iterable[Example]:
+    """Return the examples of a piece of a file; none if a record is invalid and skipped."""
+    if isinstance(piece, IdsChunk):
+        return _ids_examples(piece, settings)
     try:
-        return builder.build(piece)
+        return (builder.build(piece),)
     except PrepError as error:
-        bad_lines(error)
-        return None
+        on_error(error)
+        return ()
 
 
 def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example]:
@@ -85,7 +102,8 @@ def _ids_examples(chunk: IdsChunk, settings: RecordSettings) -> Iterator[Example
     ids = chunk.ids
     is_invalid = (ids < 0) | (ids >= settings.vocab)
     if is_invalid.any():
-        what = f"{chunk.place} or later: the token id {int(ids[is_invalid][0]):,} is out of range"
+        position = int(np.argmax(is_invalid))
+        what = f"{chunk.file}, token {chunk.first + position:,}: the id {int(ids[position]):,} is out of range"
         why = f"the vocabulary without padding has {settings.vocab:,} tokens"
         raise PrepError(what, why, "`data.ids_dtype` sets the dtype of .bin files")
     ends_here = ids == (-1 if settings.eos_id is None else settings.eos_id)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
@@ -48,11 +49,31 @@ class TextTokenizer:
         Raises:
             PrepError: The tokenizer fails.
         """
+        return [np.array(encoding.ids, np.uint32) for encoding in self._encode(self.tokenizer.encode_batch_fast, texts)]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenIds, npt.NDArray[np.int64]]]:
+        """Encode each text as `encode` does, and return where its tokens are.
+
+        Args:
+            texts: The texts.
+
+        Returns:
+            For each text its ids [T], uint32, and the start and end of each token in the text, in characters [T, 2].
+
+        Raises:
+            PrepError: The tokenizer fails.
+        """
+        encodings = self._encode(self.tokenizer.encode_batch, texts) if texts else []
+        return [
+            (np.array(encoding.ids, np.uint32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+    def _encode(self, encode_batch: Callable[..., list[Encoding]], texts: Sequence[str]) -> list[Encoding]:
         try:
-            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return encode_batch(list(texts), add_special_tokens=False)
         except Exception as error:  # the library has no exception type of its own
             raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""

@@ -64,6 +64,9 @@ RatioRange = Annotated[
 ]
 
 
+PATH_OR_SOURCES = {"absent": "required, or `sources`"}
+
+
 def if_absent(meaning: str) -> dict[str, Any]:
     """Return JSON schema extras that describe the value of an absent key."""
     return {"absent": meaning}

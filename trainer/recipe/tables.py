@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from trainer.models.remat import Offload, PolicyName
 from trainer.models.rope_overrides import RopeOverrides
+from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import alternatives
 from trainer.recipe.key_types import (
     STRICT,
@@ -20,7 +21,6 @@ from trainer.recipe.key_types import (
     NonNegativeFloat,
     NonNegativeInt,
     OptionalChunkSize,
-    Paths,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -31,7 +31,6 @@ from trainer.recipe.key_types import (
 )
 from trainer.recipe.optimizer_tables import AnyOptimizerTable
 from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
-from trainer.recipe.text_fields import DataType
 
 
 class Model(BaseModel):
@@ -121,70 +120,6 @@ class Model(BaseModel):
     def rope_overrides(self) -> RopeOverrides:
         """The keys that change the rotary embedding of the checkpoint."""
         return RopeOverrides(self.rope_scaling, theta=self.rope_theta, max_positions=self.max_position_embeddings)
-
-
-class Data(BaseModel):
-    """The training and evaluation data, and how it becomes sequences."""
-
-    model_config = STRICT
-
-    type: DataType = Field(
-        description="text: each file is a document; json: each line is an object with a document", examples=["text"]
-    )
-    path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
-    fields: str | None = Field(
-        default=None,
-        min_length=1,
-        description="column of the text in each json object; for a model with an encoder, a list of columns with the "
-        "source columns in brackets: `[title], [article], summary`",
-        examples=["text"],
-        json_schema_extra=if_absent('"text" for json'),
-    )
-    source_length: Annotated[int, Field(ge=2)] | None = Field(
-        default=None,
-        description="maximum tokens of an encoder source; longer sources are truncated",
-        examples=[512],
-        json_schema_extra=if_absent("no sources"),
-    )
-    source_prefix: str | None = Field(
-        default=None,
-        description="text put before each source",
-        examples=["summarize: "],
-        json_schema_extra=if_absent("no prefix"),
-    )
-    tokenizer: PathText | None = Field(
-        default=None,
-        description="a tokenizer.json, or a folder that contains one",
-        examples=["gpt-neo-1.3B"],
-        json_schema_extra=if_absent("the model's tokenizer"),
-    )
-    seq_length: Annotated[int, Field(ge=2)] = Field(
-        description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
-        examples=[1024],
-    )
-    packing: Literal["concatenate"] = Field(
-        default="concatenate",
-        description="concatenate all documents and cut them into sequences; the remainder is dropped. With an "
-        "encoder, each pair of source and target is a sequence of its own",
-    )
-    holdout: UnitInterval = Field(
-        default=0.0,
-        description="fraction of the sequences, the last ones, used for evaluation instead of training",
-        examples=[0.05],
-    )
-    eval_path: Paths | None = Field(
-        default=None,
-        description="files, folders or globs to evaluate on",
-        examples=["data/validation.txt"],
-        json_schema_extra=if_absent("the sequences of `holdout`"),
-    )
-    cache: PathText | None = Field(
-        default=None,
-        description="folder of the tokenized data",
-        examples=["~/tokens"],
-        json_schema_extra=if_absent("`data` in the run's folder"),
-    )
-    shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
 
 
 class Batch(BaseModel):

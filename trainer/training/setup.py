@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.fields import ExampleSettings
-from trainer.data.order import SampleOrder
-from trainer.data.packing import Dataset, PackedDataset, split_holdout
-from trainer.data.seq2seq import seq2seq_dataset
-from trainer.data.store import MappedTokens
-from trainer.data.tokenize import TokenizeConfig
 from trainer.distributed.device_kind import device_kind
-from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
@@ -34,26 +24,10 @@ from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
-from trainer.recipe.text_fields import parse_fields
 from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
-from trainer.training.shared_tokens import tokenize_in_group
+from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
-
-
-@dataclass(frozen=True, slots=True)
-class Datasets:
-    """Training and evaluation datasets of a run.
-
-    Attributes:
-        train: Rows to train on.
-        evaluation: Rows to evaluate on; None without evaluation.
-        identity: Digest of the tokens of both, compared on resume.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
-    identity: str
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
@@ -117,84 +91,6 @@ def partition_rules(recipe: Recipe, manifest: Mapping[str, Any]) -> Rules:
     return rules_from_manifest(manifest) if recipe.rules is None else merge_rules(recipe.rules, origin="rules")
 
 
-def build_datasets(
-    recipe: Recipe,
-    model: ModelSpec,
-    *,
-    manifest: Mapping[str, Any],
-    folders: Mapping[str, Path],
-    group: ProcessGroup | None = None,
-    progress: Callable[[int, int], None],
-    note: Callable[[str], None],
-) -> Datasets:
-    """Tokenize the data of a recipe, or map the tokens that an earlier run made.
-
-    All processes of a job call it together.
-
-    Args:
-        recipe: The recipe.
-        model: The model to train.
-        manifest: Manifest of the start checkpoint.
-        folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
-            tokens that the cache lacks, if the cache must not be written to.
-        group: Processes of the job; None for one process.
-        progress: Called with the bytes tokenized so far and the total bytes.
-        note: Called with messages for the user.
-
-    Returns:
-        The training and evaluation datasets.
-
-    Raises:
-        PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
-    """
-    data, model_config = recipe.data, manifest["config"]
-    config = TokenizeConfig(
-        type=data.type,
-        paths=data.path,
-        examples=ExampleSettings(
-            fields=data.fields or "",
-            has_encoder=model.arch_config.encoder is not None,
-            eos_id=_eos_token_id(model_config),
-            source_prefix=data.source_prefix or "",
-        ),
-        seq_length=data.seq_length,
-        tokenizer=Path(data.tokenizer) if data.tokenizer else folders["tokenizer"],
-        vocab=model.true_vocab_size,
-        cache=Path(data.cache) if data.cache else folders["cache"],
-        scratch_dir=folders.get("spare"),
-        source_length=data.source_length or 0,
-    )
-    tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
-    _check_encoder_fields(config.examples, model)
-    if config.examples.has_encoder:
-        decoder_start_token_id(model_config, config.vocab)  # fails before all files are tokenized
-        if config.examples.eos_id is None:
-            note("config.json has no eos_token_id: targets get no end-of-sequence token")
-    if data.eval_path is None:
-        tokens = tokenize(config)
-        train, evaluation = split_holdout(_build_dataset(tokens, config, model_config), data.holdout)
-        return Datasets(train, evaluation, tokens.identity)
-    # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize(dataclasses.replace(config, paths=data.eval_path))
-    train_tokens = tokenize(config)
-    return Datasets(
-        train=_build_dataset(train_tokens, config, model_config),
-        evaluation=_build_dataset(eval_tokens, config, model_config),
-        identity=f"{train_tokens.identity} {eval_tokens.identity}",
-    )
-
-
-def _build_dataset(tokens: MappedTokens, config: TokenizeConfig, model_config: Mapping[str, Any]) -> Dataset:
-    if not config.examples.has_encoder:
-        return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks)
-    return seq2seq_dataset(
-        tokens,
-        config.source_length,
-        decoder_start_id=decoder_start_token_id(model_config, config.vocab),
-        eos_id=config.examples.eos_id,
-    )
-
-
 def check_seq_length(data: Data, model: ModelSpec) -> None:
     """Check that sequences are not longer than the model's learned position embeddings.
 
@@ -205,45 +101,6 @@ def check_seq_length(data: Data, model: ModelSpec) -> None:
     if model.arch_config.has_learned_positions and data.seq_length > max_positions:
         why = f"the model has {max_positions} positions"
         raise usage_error(f"`data.seq_length` is {data.seq_length}", why, f"`--set data.seq_length={max_positions}`")
-
-
-def _check_encoder_fields(settings: ExampleSettings, model: ModelSpec) -> None:
-    """Raise UsageError if the data has a source and the model no encoder, or the model an encoder and no source."""
-    name, has_source = model.family.name, bool(parse_fields(settings.fields).source)
-    if has_source and not settings.has_encoder:
-        why = f"{name} has no encoder to read the source columns in brackets"
-        raise usage_error(f"`data.fields` is {settings.fields!r:.60}", why, "`--set data.fields=text`")
-    if settings.has_encoder and not has_source:
-        why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
-        hint = '`type = "json"` and `fields = "[article], summary"`'
-        raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
-
-
-def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
-    """Return the first token id of a decoder with an encoder: `decoder_start_token_id`, else `pad_token_id`.
-
-    Args:
-        config: The model's config.json.
-        vocab: Vocabulary size.
-
-    Raises:
-        PrepError: The config has neither id, or the id is not in the vocabulary.
-    """
-    what = "config.json has no valid decoder_start_token_id"
-    key = next((key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None), None)
-    if key is None:
-        raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
-    token_id = config[key]
-    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
-        raise PrepError(what, f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens")
-    return token_id
-
-
-def _eos_token_id(config: Mapping[str, Any]) -> int | None:
-    """Return the config's end-of-sequence token id, the first of several; None if the config has none."""
-    value = config.get("eos_token_id")
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, int) else None
 
 
 def build_job(
@@ -275,7 +132,7 @@ def build_job(
     assert sharding.mesh is not None
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     n_rows = datasets.train.n_rows
-    order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"

@@ -69,6 +69,15 @@ def test_weight_of_a_position_is_that_of_its_target(
         assert batch["weights"][i].tolist() == expected
 
 
+@given(DOCUMENTS, st.integers(2, 7))
+def test_first_input_replaces_no_target(documents: list[list[int]], seq_length: int):
+    plain = make_blocks(documents, seq_length)
+    rows = [-1, *range(plain.n_rows)]
+    expected, batch = plain.get_batch(rows), replace(plain, first_input=9).get_batch(rows)
+    expected["tokens"][1:, 0] = 9
+    assert all((batch[name] == expected[name]).all() for name in expected)
+
+
 @given(st.integers(2, 200), st.floats(0.01, 0.99))
 def test_split_holdout_keeps_blocks_in_order(n: int, holdout: float):
     blocks = make_blocks([list(range(n * 3 + 1))], 3)

@@ -177,11 +177,11 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
     )
     variants = [
         config,
-        change(config, type="text"),
+        change(config, type="text", fields=""),
         change(config, eos_id=None),
         change(config, eos_id=1),
         change(config, tokenizer=other_tokenizer),
-        change(config, paths=(str(text),), type="text"),
+        change(config, paths=(str(text),), type="text", fields=""),
         change(config, paths=(str(path), str(two_columns))),
         change(config, paths=(str(two_columns), str(path))),
         change(config, paths=(str(two_columns),)),
@@ -190,12 +190,6 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
     assert len({tokenize_quietly(variant).identity for variant in variants}) == len(variants)
     same = [change(config, seq_length=3), change(config, vocab=400), change(config, paths=(str(path), str(path)))]
     assert {tokenize_quietly(variant).identity for variant in same} == {tokenize_quietly(config).identity}
-
-
-def test_store_identity_ignores_fields_of_text_files(tmp_path: Path):
-    (tmp_path / "a.txt").write_text(TEXT)
-    config = make_config(tmp_path, tmp_path / "a.txt")
-    assert tokenize_quietly(config).identity == tokenize_quietly(change(config, fields="")).identity
 
 
 @pytest.mark.parametrize("moment", ["first", "last", "synced"])
@@ -294,3 +288,28 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
     (tmp_path / "scratch").rename(config.cache)
     assert tokenize_quietly(config).identity == made.identity
     assert not (tmp_path / "scratch").exists()
+
+
+def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"ids": [7, 8], "a": "the cat", "b": "the hat"}\n{"ids": [], "a": "cat", "b": "the mat"}\n')
+    config = make_config(
+        tmp_path, path, type="json", fields="[{ids}, <|9|>, a], b", bos_id=1, add_bos=True, seq_length=2
+    )
+    notes: list[str] = []
+    tokens = tokenize_files(config, progress=lambda done, total: None, note=notes.append)
+    expected: list[tuple[int, int]] = []
+    for ids, a, b in (([7, 8], "the cat", "the hat"), ([], "cat", "the mat")):
+        expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]
+        expected += [(token_id, 1) for token_id in (*encode(config.tokenizer, b), EOS)]
+    assert tokens.weights is not None
+    assert list(zip(tokens.ids.tolist(), tokens.weights.tolist())) == expected
+    share = 100 * sum(weight for _, weight in expected) / len(expected)
+    assert f" in 2 documents, {share:.0f} % with loss: " in notes[-1]
+
+
+def test_data_without_any_loss_is_rejected(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "the cat sat on the mat, the cat", "b": ""}\n')
+    error = tokenize_error(make_config(tmp_path, path, type="json", fields="[a], b", eos_id=None, seq_length=2))
+    assert error.what == "the data has no token to train on"

@@ -161,10 +161,18 @@ FILES = {
         "x.toml:8: `data.source_length` is 16 - `data.fields` has no source in brackets - "
         '`fields = "[article], summary"`',
     ),
-    "source without a length": (
-        replaced('type = "text"', 'type = "json"\nfields = "[a], b"'),
-        'x.toml:6: `data.source_length` is missing - `data.fields` has a source: "[a], b" - `source_length = 512` in '
-        "[data]",
+    "format with text data": (
+        replaced("seq_length = 8", 'seq_length = 8\nformat = "chat"'),
+        'x.toml:8: `data.format` is "chat" - it is for columns of json objects, but `data.type` is text - '
+        '`type = "json"`',
+    ),
+    "fields twice": (
+        replaced('type = "text"', 'type = "json"\nfields = "body"\nfields_from_example = "how"'),
+        'x.toml:6: `data.fields` is "body" - `data.fields_from_example` is "how" - remove one of them',
+    ),
+    "format with fields from the example": (
+        replaced('type = "text"', 'type = "json"\nformat = "chat"\nfields_from_example = "how"'),
+        'x.toml:6: `data.format` is "chat" - `data.fields_from_example` is "how" - remove one of them',
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),

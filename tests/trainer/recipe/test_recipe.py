@@ -16,6 +16,8 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
+from trainer.recipe.field_checks import COLUMN_KEYS
+from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.run_tables import Cluster
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
@@ -70,6 +72,16 @@ def test_recipe_is_frozen(small: Path):
     assert recipe == load_recipe(small).recipe
 
 
+@pytest.mark.parametrize(
+    ("data_format", "fields"),
+    [("text", "text"), ("prompt_completion", "[prompt], completion"), ("chat", "messages")],
+)
+def test_fields_default_to_those_of_the_format(small: Path, data_format: str, fields: str):
+    overrides = ["data.type=json", f"data.format={data_format}"]
+    assert load_recipe(small, overrides).recipe.data.fields == fields
+    assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"
+
+
 def test_fields_of_json_default_to_text(small: Path):
     loaded = load_recipe(small, ["data.type=json"])
     assert (loaded.recipe.data.fields, loaded.origins["data.fields"]) == ("text", "default")
@@ -119,7 +131,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix"}
+    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example"}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in KEY_SCHEMAS.items()
@@ -174,6 +186,7 @@ VALUES_BY_KEY = {
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
+    "data.prepend_text": TEXTS,
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -211,7 +224,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix"}
+    excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
@@ -221,7 +234,12 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
     values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
     if values["data.type"] == "json" and draw(st.booleans()):
-        values["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
+        values["data.fields"] = draw(TEXTS.filter(lambda text: not SIGNS.search(text)))
+        values |= draw(st.fixed_dictionaries({}, optional={"data.subfield_separator": TEXTS}))
+    elif values["data.type"] == "json" and draw(st.booleans()):
+        values["data.fields_from_example"] = draw(TEXTS)
+    elif values["data.type"] == "json" and draw(st.booleans()):
+        values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
     elif values["data.type"] == "json" and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}

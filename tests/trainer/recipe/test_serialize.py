@@ -19,6 +19,8 @@ ADDED_KEYS = (  # later than the digests
     *("ffn_chunk_size", "attention_kernel", "q_chunk_size", "k_chunk_size"),
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards"),
+    *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
+    *("always_start_with_bos", "max_examples"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -50,7 +52,15 @@ fcm_ratio = [0.0, 0.0]                          # default
 [data]
 type = "json"
 path = "data/train.jsonl"
+format = "text"                                 # default
 fields = "[article], highlights"
+# fields_from_example: `fields`                 # default
+subfield_separator = " "                        # default
+prepend_text = ""                               # default
+add_bos = false                                 # default
+# add_eos: true; false for chat                 # default
+always_start_with_bos = false                   # default
+max_examples = 0                                # default
 source_length = 1024
 source_prefix = "summarize: "
 # tokenizer: the model's tokenizer              # default

@@ -64,8 +64,8 @@ def _read_chunks(
         data = stream.read(count * dtype.itemsize)
         if len(data) < count * dtype.itemsize:
             raise PrepError(f"{file.path} is cut short", f"its header has {n_ids:,} ids or more", "get the file again")
-        ids, place = np.frombuffer(data, dtype), f"{file.path}, token {first + start:,}"
-        yield IdsChunk(ids, place, len(data), ends_document=start + count == n_ids)
+        ids, ends_document = np.frombuffer(data, dtype), start + count == n_ids
+        yield IdsChunk(ids, str(file.path), first + start, nbytes=len(data), ends_document=ends_document)
 
 
-IDS_READER = Reader((".npy", ".bin"), _read_ids)
+IDS_READER = Reader((".npy", ".bin"), _read_ids, has_ids=True)

@@ -57,13 +57,15 @@ class IdsChunk:
 
     Attributes:
         ids: Ids of a part of the file, any integer dtype.
-        place: File and position of the first id, for error messages: `train.bin, token 512`.
+        file: Name of the file, for error messages.
+        first: Position of the first id in the file.
         nbytes: Its share of the file's bytes, for the progress.
         ends_document: Whether a document ends with it.
     """
 
     ids: npt.NDArray[np.integer[Any]]
-    place: str
+    file: str
+    first: int
     nbytes: int
     ends_document: bool
 
@@ -117,12 +119,14 @@ class Reader:
         read: Reads a file.
         other_suffixes: Suffixes that tell the type of a file which is named itself.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
+        has_ids: Whether files have token ids instead of texts.
     """
 
     suffixes: tuple[str, ...]
     read: ReadFunction
     other_suffixes: tuple[str, ...] = ()
     is_compressible: bool = False
+    has_ids: bool = False
 
     def reads_from_folder(self, name: str) -> bool:
         """Return whether a file in a folder belongs to this reader, by its suffix."""

@@ -1,0 +1,62 @@
+"""Checks of the recipe keys that turn records into examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.models.errors import PrepError
+from trainer.recipe.field_grammar import parse_fields
+from trainer.recipe.formatting import format_value
+from trainer.recipe.problems import Problem, problem_if_raised
+from trainer.recipe.tables import Recipe, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
+
+SOURCE_KEYS = ("data.source_length", "data.source_prefix")
+COLUMN_KEYS = ("data.fields", "data.fields_from_example", "data.format", "data.subfield_separator")
+
+
+def field_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the data's columns and fields."""
+    if recipe.data.type not in DEFAULT_FIELDS:
+        yield from _column_problems(recipe)
+    else:
+        yield from _list_problems(recipe)
+    yield from _source_problems(recipe)
+
+
+def _column_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys about columns for a type of data without columns."""
+    data = recipe.data
+    defaults = {key: type(data).model_fields[key.removeprefix("data.")].default for key in COLUMN_KEYS}
+    for key, default in defaults.items():
+        if value_of(recipe, key) != default:
+            use = "names a column" if key.startswith("data.fields") else "is for columns"
+            why = f"it {use} of json objects, but `data.type` is {data.type}"
+            yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, '`type = "json"`')
+
+
+def _list_problems(recipe: Recipe) -> Iterator[Problem]:
+    data = recipe.data
+    if data.fields_from_example is not None:
+        for key, is_set in (("data.fields", data.fields is not None), ("data.format", data.format in FORMAT_FIELDS)):
+            if is_set:
+                why = f"`data.fields_from_example` is {format_value(data.fields_from_example)}"
+                yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, "remove one of them")
+    elif data.format != "chat":
+        yield from problem_if_raised(lambda: parse_fields(data.fields or ""), "data.fields")
+
+
+def _source_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield source keys without a source."""
+    data = recipe.data
+    if data.fields_from_example is not None:
+        return
+    try:
+        has_columns = data.type in DEFAULT_FIELDS and data.format != "chat"
+        has_source = has_columns and bool(parse_fields(data.fields or "").source)
+    except PrepError:
+        return  # reported by _list_problems
+    for key in SOURCE_KEYS:
+        if value_of(recipe, key) is not None and not has_source:
+            what, why = f"`{key}` is {format_value(value_of(recipe, key))}", "`data.fields` has no source in brackets"
+            yield Problem((key,), what, why, '`fields = "[article], summary"`')

@@ -1,0 +1,230 @@
+"""Datasets of a run: tokenized as a recipe and a model need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.data.chat_template import load_chat_template
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.find_files import NO_REMOTE_FILES
+from trainer.data.packing import Dataset, PackedDataset, split_holdout
+from trainer.data.remote_files import RemoteFiles, Selection
+from trainer.data.seq2seq import seq2seq_dataset
+from trainer.data.store import MappedTokens
+from trainer.data.tokenize import TokenizeConfig
+from trainer.distributed.process_group import ProcessGroup, SingleProcess
+from trainer.models.errors import PrepError, usage_error
+from trainer.nn.model_spec import ModelSpec
+from trainer.recipe import Recipe
+from trainer.recipe.data_table import Data
+from trainer.recipe.field_grammar import parse_fields
+from trainer.training.shared_tokens import tokenize_in_group
+from trainer.training.source_datasets import Datasets, build_mixture
+
+CHAT = "chat"
+
+
+def build_datasets(
+    recipe: Recipe,
+    model: ModelSpec,
+    *,
+    manifest: Mapping[str, Any],
+    folders: Mapping[str, Path],
+    group: ProcessGroup | None = None,
+    remote: RemoteFiles = NO_REMOTE_FILES,
+    progress: Callable[[int, int], None],
+    note: Callable[[str], None],
+) -> Datasets:
+    """Tokenize the data of a recipe, or map the tokens that an earlier run made.
+
+    All processes of a job call it together.
+
+    Args:
+        recipe: The recipe.
+        model: The model to train.
+        manifest: Manifest of the start checkpoint.
+        folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
+            tokens that the cache lacks, if the cache must not be written to.
+        group: Processes of the job; None for one process.
+        remote: Finds the data files of URLs.
+        progress: Called with the bytes tokenized so far and the total bytes.
+        note: Called with messages for the user.
+
+    Returns:
+        The training and evaluation datasets.
+
+    Raises:
+        PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
+    """
+    build = partial(
+        _build_source,
+        model=model,
+        manifest=manifest,
+        make_config=partial(_tokenize_config, folders=folders, remote=remote),
+        tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
+    )
+    return build_mixture(recipe.data, build, note=note)
+
+
+def _build_source(
+    data: Data,
+    *,
+    model: ModelSpec,
+    manifest: Mapping[str, Any],
+    make_config: Callable[[Data, ModelSpec, Mapping[str, Any]], TokenizeConfig],
+    tokenize: Callable[..., MappedTokens],
+    note: Callable[[str], None],
+) -> Datasets:
+    """Return the datasets of one source."""
+    config = make_config(data, model, manifest["config"])
+    make_dataset = partial(_build_dataset, config=config, data=data, model_config=manifest["config"])
+    if config.examples.has_encoder:
+        decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
+        if config.examples.eos_id is None:
+            note("config.json has no eos_token_id: targets get no end-of-sequence token")
+    if data.eval_path is None:
+        tokens = tokenize(config, note=note)
+        train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
+        return Datasets(train, evaluation, tokens.identity)
+    # The evaluation files come first: they are usually small, so their errors show early.
+    eval_tokens = tokenize(replace(config, paths=data.eval_path, max_examples=0), note=note)
+    train_tokens = tokenize(config, note=note)
+    return Datasets(
+        train=make_dataset(train_tokens),
+        evaluation=make_dataset(eval_tokens),
+        identity=f"{train_tokens.identity} {eval_tokens.identity}",
+    )
+
+
+def _tokenize_config(
+    data: Data,
+    model: ModelSpec,
+    model_config: Mapping[str, Any],
+    *,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles,
+) -> TokenizeConfig:
+    tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
+    return TokenizeConfig(
+        type=data.type,
+        paths=data.path or (),
+        examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
+        seq_length=data.seq_length,
+        tokenizer=tokenizer,
+        vocab=model.true_vocab_size,
+        cache=Path(data.cache) if data.cache else folders["cache"],
+        scratch_dir=folders.get("spare"),
+        source_length=data.source_length or 0,
+        max_examples=data.max_examples,
+        selection=Selection(data.config, data.split, data.revision),
+        bad_lines=data.bad_lines,
+        ids_dtype=data.ids_dtype,
+        remote=remote,
+    )
+
+
+def _example_settings(
+    data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, tokenizer: Path
+) -> ExampleSettings:
+    """Return the settings of examples.
+
+    Raises:
+        PrepError: The fields do not fit the model, or the model lacks a special token that the recipe needs.
+    """
+    is_chat = data.format == CHAT
+    settings = ExampleSettings(
+        fields=data.fields or "",
+        fields_from_example=data.fields_from_example or "",
+        chat_template=load_chat_template(tokenizer) if is_chat else None,
+        has_encoder=model.arch_config.encoder is not None,
+        bos_id=_special_id(model_config, "bos_token_id"),
+        eos_id=_special_id(model_config, "eos_token_id"),
+        add_bos=data.add_bos,
+        add_eos=not is_chat if data.add_eos is None else data.add_eos,
+        source_prefix=data.source_prefix or "",
+        prepend_text=data.prepend_text,
+        subfield_separator=data.subfield_separator,
+    )
+    _check_special_ids(data, settings, model.true_vocab_size)
+    _check_encoder(data, settings, model.family.name)
+    return settings
+
+
+def _build_dataset(
+    tokens: MappedTokens, *, config: TokenizeConfig, data: Data, model_config: Mapping[str, Any]
+) -> Dataset:
+    settings = config.examples
+    if not settings.has_encoder:
+        first_input = settings.bos_id if data.always_start_with_bos else None
+        return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
+    return seq2seq_dataset(
+        tokens,
+        config.source_length,
+        decoder_start_id=decoder_start_token_id(model_config, config.vocab),
+        eos_id=settings.end_id,
+    )
+
+
+def _check_special_ids(data: Data, settings: ExampleSettings, vocab: int) -> None:
+    """Raise UsageError if the recipe adds a special token that the model does not have."""
+    for key, needs_it, token_id in (
+        ("add_bos", data.add_bos, settings.bos_id),
+        ("always_start_with_bos", data.always_start_with_bos, settings.bos_id),
+        ("add_eos", data.add_eos, settings.eos_id),
+    ):
+        name = "eos_token_id" if key == "add_eos" else "bos_token_id"
+        if needs_it and (token_id is None or not 0 <= token_id < vocab):
+            what = f"no {name}" if token_id is None else f"{name} {token_id:,}, but {vocab:,} tokens"
+            raise usage_error(f"`data.{key}` is true", f"the model has {what}", f"`--set data.{key}=false`")
+
+
+def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
+    """Raise UsageError if the data does not fit a model with an encoder, or one without."""
+    if not settings.has_encoder:
+        for key in ("source_length", "source_prefix"):
+            if getattr(data, key) is not None:
+                what = f"`data.{key}` is {getattr(data, key)!r:.60}"
+                raise usage_error(what, f"{name} has no encoder to read the source columns in brackets", "remove it")
+        return
+    keys = {"always_start_with_bos": data.always_start_with_bos, "prepend_text": data.prepend_text}
+    for key in (key for key, value in {**keys, "format": data.format == CHAT}.items() if value):
+        hint = "`data.source_prefix`" if key == "prepend_text" else "remove it"
+        raise usage_error(f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint)
+    if not (settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)):
+        why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
+        hint = '`type = "json"` and `fields = "[article], summary"`'
+        raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
+    if data.source_length is None:
+        why = f"{name} has an encoder, which reads at most that number of tokens"
+        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+
+
+def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:
+    """Return the first token id of a decoder with an encoder: `decoder_start_token_id`, else `pad_token_id`.
+
+    Args:
+        config: The model's config.json.
+        vocab: Vocabulary size.
+
+    Raises:
+        PrepError: The config has neither id, or the id is not in the vocabulary.
+    """
+    what = "config.json has no valid decoder_start_token_id"
+    key = next((key for key in ("decoder_start_token_id", "pad_token_id") if config.get(key) is not None), None)
+    if key is None:
+        raise PrepError(what, "it has neither decoder_start_token_id nor pad_token_id")
+    token_id = config[key]
+    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
+        raise PrepError(what, f"{key} is {token_id!r:.60}; the vocabulary has {vocab:,} tokens")
+    return token_id
+
+
+def _special_id(config: Mapping[str, Any], key: str) -> int | None:
+    """Return a token id of a model's config, the first of several; None if the config has none."""
+    value = config.get(key)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) else None
