@@ -67,7 +67,7 @@ def read_examples(
             for example in _examples(piece, builder, settings, on_error=bad_lines):
                 yield example
                 n_documents += example.ends_document
-                if n_documents == settings.limit:
+                if settings.limit and n_documents == settings.limit:
                     _check_unchanged(file)
                     bad_lines.report()
                     return

@@ -14,6 +14,7 @@ from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PositiveFloa
 from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat, DataType, IdsDtype
 
 SOURCES_KEY = "data.sources"
+EVAL_KEYS = ("eval_path", "eval_split")
 SOURCE_PATHS = ("path", "eval_path")  # keys whose `~` and `${NAME}` are expanded
 
 
@@ -37,6 +38,9 @@ class DataSource(BaseModel):
         description="as `data.eval_path`",
         examples=["wiki-validation.jsonl"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
+    eval_split: str | None = Field(
+        default=None, min_length=1, description="as `data.eval_split`", examples=["validation"]
     )
     type: DataType | None = Field(default=None, description="as `data.type`", examples=["json"])
     format: DataFormat | None = Field(default=None, description="as `data.format`", examples=["chat"])

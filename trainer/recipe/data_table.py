@@ -158,6 +158,13 @@ class Data(BaseModel):
         examples=["data/validation.txt"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of `eval_path`, or of `path`, to evaluate on",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
     cache: PathText | None = Field(
         default=None,
         description="folder of the tokenized data",
@@ -165,3 +172,8 @@ class Data(BaseModel):
         json_schema_extra=if_absent("`data` in the run's folder"),
     )
     shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
+
+    @property
+    def eval_paths(self) -> Paths | None:
+        """Files to evaluate on: another split of `path`, if there is no `eval_path`; None for held-out sequences."""
+        return self.path if self.eval_path is None and self.eval_split is not None else self.eval_path

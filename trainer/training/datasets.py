@@ -86,12 +86,14 @@ def _build_source(
         decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
-    if data.eval_path is None:
+    if data.eval_paths is None:
         tokens = tokenize(config, note=note)
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize(replace(config, paths=data.eval_path, max_examples=0), note=note)
+    eval_selection = replace(config.selection, split=data.eval_split)
+    eval_config = replace(config, paths=data.eval_paths, selection=eval_selection, max_examples=0)
+    eval_tokens = tokenize(eval_config, note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),

@@ -46,10 +46,11 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
         PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
     """
     for _, data in split_sources(recipe.data):
-        for paths in filter(None, (data.path, data.eval_path)):
-            selection = Selection(data.config, data.split, data.revision)
-            files = find_data_files(paths, data.type, selection, remote=remote)
-            resolve_type(files, data.type)
+        for paths, split in ((data.path, data.split), (data.eval_paths, data.eval_split)):
+            selection = Selection(data.config, split, data.revision)
+            files = find_data_files(paths or (), data.type, selection, remote=remote)
+            if files:
+                resolve_type(files, data.type)
             for file in files:
                 if isinstance(file, Path):
                     check_readable(file)

@@ -86,7 +86,7 @@ def test_kept_recipe_has_equal_sources(tmp_path: Path):
         ('sources = ["a"]', '`data.sources` is ["a"]'),
         (
             "holdout = 0.1\n" + TWO.replace("weight = 3", 'weight = 3\neval_path = "v.txt"'),
-            "`data.holdout` is 0.1, and tables of `data.sources` have an `eval_path`",
+            "`data.holdout` is 0.1, and tables of `data.sources` have evaluation data of their own",
         ),
         (TWO.replace("${FOLDER}", "${NOT_SET_ANYWHERE}"), "`data.sources` needs the environment variable"),
     ],
