@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from trainer.recipe.key_types import (
-    PATH_OR_SOURCES,
     STRICT,
     DataSources,
     NonNegativeInt,
@@ -32,10 +31,9 @@ class Data(BaseModel):
         examples=["text"],
     )
     path: Paths | None = Field(
-        description="files, folders or globs, local or of a `gs://` or `s3://` bucket; a folder that `datasets` saved; "
-        "or `hf://datasets/OWNER/NAME` on the hub",
+        description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
         examples=["data/train.txt"],
-        json_schema_extra=PATH_OR_SOURCES,
+        json_schema_extra=if_absent("required, or `sources`"),
     )
     config: str | None = Field(
         default=None,
@@ -61,7 +59,9 @@ class Data(BaseModel):
     sources: DataSources | None = Field(
         default=None,
         description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
-        examples=[[{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl"}]],
+        examples=[
+            [{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl", "weight": 1}]
+        ],
         json_schema_extra=if_absent("the dataset of `path`"),
     )
     ids_dtype: IdsDtype = Field(

@@ -21,6 +21,7 @@ ADDED_KEYS = (  # later than the digests
     *("reduction", "reduction_shards"),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples"),
+    *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
 )
 ADDED_TABLES = ("loss", "log")
 CHANGED_DEFAULTS = {
@@ -52,6 +53,12 @@ fcm_ratio = [0.0, 0.0]                          # default
 [data]
 type = "json"
 path = "data/train.jsonl"
+# config: its default                           # default
+# split: "train", or the only one               # default
+# revision: "main"                              # default
+# sources: the dataset of `path`                # default
+ids_dtype = "uint16"                            # default
+bad_lines = 0                                   # default
 format = "text"                                 # default
 fields = "[article], highlights"
 # fields_from_example: `fields`                 # default
@@ -68,6 +75,7 @@ seq_length = 128
 packing = "concatenate"                         # default
 holdout = 0.0                                   # default
 eval_path = "data/validation.jsonl"
+# eval_split: the sequences of `holdout`        # default
 # cache: `data` in the run's folder             # default
 shuffle = true                                  # default
 
