@@ -146,7 +146,9 @@ def list_repository(
     """
     from huggingface_hub import HfApi
 
-    info = HfApi().repo_info(hub_id, repo_type=repo_type, revision=revision, files_metadata=True)
+    api = HfApi()
+    list_info = api.dataset_info if repo_type == "dataset" else api.model_info
+    info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
     texts = [info.sha or "", *(file.rfilename for file in files)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):

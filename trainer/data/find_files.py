@@ -83,11 +83,11 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     types: dict[FileType, str] = {}
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
-        file_type = next((key for key, reader in READERS.items() if reader.reads_named(name)), None)
-        if file_type is None:
+        matching: list[FileType] = [key for key, reader in READERS.items() if reader.reads_named(name)]
+        if not matching:
             known = ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
             raise usage_error(f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT)
-        types.setdefault(file_type, name)
+        types.setdefault(matching[0], name)
     if len(types) > 1:
         why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
         raise usage_error("the data files have several types", why, "a table of `data.sources` for each type")
