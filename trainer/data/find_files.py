@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainer.data.dataset_folder import dataset_files
+from trainer.data.dataset_folder import dataset_files, is_dataset_dict
 from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
@@ -17,6 +17,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.text_fields import DataType, FileType
 
 NO_REMOTE_FILES = NoRemoteFiles()
+HUB_SCHEME = "hf://"
 TYPE_HINT = "`data.type` sets the type of all files"
 
 
@@ -70,6 +71,17 @@ def find_data_files(
             for file in _local_files(path, data_type, selection):
                 files.setdefault(file.resolve(), file)
     return tuple(files.values())
+
+
+def check_selection(paths: Sequence[str], selection: Selection) -> None:
+    """Raise UsageError if a part of a dataset is selected, and no path is a dataset that has such parts."""
+    on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
+    has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)
+    keys = {"config": on_hub, "revision": on_hub, "split": has_splits}
+    for key, has_part in keys.items():
+        if (value := getattr(selection, key)) is not None and not has_part:
+            why = f"no path in `data.path` is a dataset{'' if key == 'split' else ' on the hub'}"
+            raise usage_error(f"`data.{key}` is {value!r:.60}", why, f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`")
 
 
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:

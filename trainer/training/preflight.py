@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.data.files import check_readable
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_files, resolve_type
 from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
@@ -46,6 +46,7 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
         PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
     """
     for _, data in split_sources(recipe.data):
+        check_selection(data.path or (), Selection(data.config, data.split, data.revision))
         for paths, split in ((data.path, data.split), (data.eval_paths, data.eval_split)):
             selection = Selection(data.config, split, data.revision)
             files = find_data_files(paths or (), data.type, selection, remote=remote)
