@@ -82,6 +82,19 @@ class HubListing:
                 )
             )
 
+    def download_file(self, name: str) -> Path:
+        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
+
+        Raises:
+            PrepError: The disk has not enough room.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        if _missing_files(self, [name]):
+            _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
+        return Path(hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit))
+
     def open_remote(self, weights: Sequence[str], small_names: Sequence[str]) -> RemoteCheckpoint:
         """Fetch small files, and the headers of safetensors files, into a folder of placeholder files.
 

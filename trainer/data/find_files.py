@@ -73,14 +73,24 @@ def find_data_files(
     return tuple(files.values())
 
 
-def check_selection(paths: Sequence[str], selection: Selection) -> None:
-    """Raise UsageError if a part of a dataset is selected, and no path is a dataset that has such parts."""
+def check_selection(paths: Sequence[str], selection: Selection, *, split_key: str = "split") -> None:
+    """Check that a part of a dataset is selected only if a path is a dataset that has such parts.
+
+    Args:
+        paths: Files, folders, globs or URLs.
+        selection: The part.
+        split_key: Recipe key of the split.
+
+    Raises:
+        UsageError: A part is selected that no path can have.
+    """
     on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
     has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)
-    keys = {"config": on_hub, "revision": on_hub, "split": has_splits}
-    for key, has_part in keys.items():
-        if (value := getattr(selection, key)) is not None and not has_part:
-            why = f"no path in `data.path` is a dataset{'' if key == 'split' else ' on the hub'}"
+    parts = {"config": (selection.config, on_hub), "revision": (selection.revision, on_hub)}
+    parts[split_key] = selection.split, has_splits
+    for key, (value, has_part) in parts.items():
+        if value is not None and not has_part:
+            why = f"no path of the data is a dataset{'' if key == split_key else ' on the hub'}"
             raise usage_error(f"`data.{key}` is {value!r:.60}", why, f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`")
 
 

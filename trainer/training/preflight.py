@@ -47,6 +47,7 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
     """
     for _, data in split_sources(recipe.data):
         check_selection(data.path or (), Selection(data.config, data.split, data.revision))
+        check_selection(data.eval_paths or (), Selection(split=data.eval_split), split_key="eval_split")
         for paths, split in ((data.path, data.split), (data.eval_paths, data.eval_split)):
             selection = Selection(data.config, split, data.revision)
             files = find_data_files(paths or (), data.type, selection, remote=remote)
