@@ -77,9 +77,13 @@ def parse_sources(data: Data) -> tuple[DataSource, ...]:
 def source_data(data: Data, source: DataSource) -> Data:
     """Return the data of a recipe with one source of its mixture, as if it were the only dataset."""
     keys = source.model_dump(exclude={"name", "weight"}, exclude_none=True)
-    fields = data.fields or DEFAULT_FIELDS.get(source.type or data.type)
-    fields = FORMAT_FIELDS.get(source.format or "", fields) if data.fields_from_example is None else None
-    return data.model_copy(update={"fields": fields, **keys, "sources": None})
+    data_type = source.type or data.type
+    from_example = data.fields_from_example if data_type in DEFAULT_FIELDS else None
+    fields = data.fields if data_type in DEFAULT_FIELDS else None
+    if from_example is None and data_type in DEFAULT_FIELDS:
+        fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
+    columns = {"fields": fields, "fields_from_example": from_example}
+    return data.model_copy(update={**columns, **keys, "sources": None})
 
 
 def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
@@ -22,6 +23,15 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
     else:
         yield from _list_problems(recipe)
     yield from _source_problems(recipe)
+
+
+def check_source_length(data: Data, *, has_encoder: bool) -> None:
+    """Raise UsageError if an encoder reads sources of the data and the recipe does not limit their length."""
+    if not has_encoder or data.source_length is not None:
+        return
+    if data.fields_from_example is not None or (data.fields and parse_fields(data.fields).source):
+        why = "the model has an encoder, which reads at most that number of tokens of a source"
+        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
 
 
 def _column_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
 from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.remote_files import RemoteFiles, Selection
@@ -21,6 +22,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
 from trainer.recipe.data_table import Data
+from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.source_datasets import Datasets, build_mixture
@@ -153,6 +155,8 @@ def _example_settings(
     )
     _check_special_ids(data, settings, model.true_vocab_size)
     _check_encoder(data, settings, model.family.name)
+    if not is_chat:
+        compile_fields(settings, vocab=model.true_vocab_size)  # fails before all files are read
     return settings
 
 
@@ -200,9 +204,7 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
         hint = '`type = "json"` and `fields = "[article], summary"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
-    if data.source_length is None:
-        why = f"{name} has an encoder, which reads at most that number of tokens"
-        raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+    check_source_length(data, has_encoder=True)
 
 
 def decoder_start_token_id(config: Mapping[str, Any], vocab: int) -> int:

@@ -47,6 +47,7 @@ class Job:
         max_skipped: Consecutive skipped steps that end the run.
         manifest_fields: Extra entries for the manifest of every checkpoint.
         stop_after: Steps that this process takes; 0 for no limit.
+        eval_at_start: Evaluate before the first step; None to do so if `eval_every` is set.
     """
 
     setup: StepSetup
@@ -62,6 +63,12 @@ class Job:
     max_skipped: int
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
+    eval_at_start: bool | None = None
+
+    @property
+    def evaluates_at_start(self) -> bool:
+        """Whether the start parameters are evaluated before the first step."""
+        return self.eval_every > 0 if self.eval_at_start is None else self.eval_at_start
 
     @property
     def eval_batch_size(self) -> int:
@@ -157,7 +164,7 @@ class Loop:
                 checkpoint cannot be saved.
         """
         compiled_step = self._compile_step()
-        if self.step == 0 and self.job.eval_every:
+        if self.step == 0 and self.job.evaluates_at_start:
             self._evaluate()
         self.timer.resume()
         reason = ""

@@ -40,6 +40,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "train.eval_every",
         "train.max_skipped",
         "eval.limit",
+        "eval.at_start",
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.optimizer_state",

@@ -157,6 +157,7 @@ def build_job(
             "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
         },
         stop_after=stop_after,
+        eval_at_start=recipe.eval.at_start,
     )
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.tiny_configs import T5
 from tests.helpers.training_plans import TINY, load_text
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
 from trainer.models.default_sizes import ChunkSizes
+from trainer.models.errors import PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import DEFAULT_RULES
 from trainer.planning.model_shapes import model_of_config
@@ -21,6 +23,16 @@ MESH = parse_mesh("1,2,4")
 def llama(**changes: Any) -> ModelShapes:
     """Return the shapes of a tiny Llama."""
     return model_of_config({**TINY, **changes}).shapes(MESH, DEFAULT_RULES)
+
+
+def test_sources_of_an_encoder_need_a_maximum_length(tmp_path: Path):
+    model = model_of_config(T5).shapes(MESH, DEFAULT_RULES)
+    pairs = ("data.type=json", "data.fields=[a], b", "batch.size=8")
+    with pytest.raises(PrepError, match=r"`data\.source_length` is missing"):
+        step_inputs(load_text(tmp_path, *pairs), model, mesh=MESH, rules=DEFAULT_RULES)
+    recipe = load_text(tmp_path, *pairs, "data.source_length=24")
+    assert step_inputs(recipe, model, mesh=MESH, rules=DEFAULT_RULES).source_length == 24
+    assert step_inputs(load_text(tmp_path, *pairs), llama(), mesh=MESH, rules=DEFAULT_RULES).source_length == 0
 
 
 def test_step_inputs_follow_batch_and_dtype(tmp_path: Path):

@@ -61,6 +61,14 @@ def test_sources_have_their_keys_and_those_of_the_data(tmp_path: Path):
     assert first.sources is second.sources is None
 
 
+def test_sources_without_columns_have_no_fields(tmp_path: Path):
+    data = load(tmp_path, 'fields = "body"\n' + TWO.replace("weight = 3", 'weight = 3\ntype = "text"')).recipe.data
+    assert [part.fields for _, part in split_sources(data)] == [None, "messages"]
+    pairs = TWO.replace('format = "chat"', 'fields = "[a], b"')
+    data = load(tmp_path, pairs).recipe.data
+    assert [part.fields for _, part in split_sources(data)] == ["text", "[a], b"]
+
+
 def test_data_with_a_path_is_one_source(tmp_path: Path):
     data = load(tmp_path, 'path = "a.txt"').recipe.data
     assert list(split_sources(data)) == [(None, data)]
@@ -81,6 +89,14 @@ def test_kept_recipe_has_equal_sources(tmp_path: Path):
         (TWO.replace("weight = 3", "weight = 0"), "table 1 of `data.sources`: `weight` is 0 - it takes a number > 0"),
         (TWO.replace('name = "chat"', 'name = "wiki"'), "two tables of `data.sources` have the name 'wiki'"),
         (TWO.replace("weight = 3\n", ""), "only some tables of `data.sources` have a weight - without one: wiki"),
+        (
+            TWO.replace("weight = 3", 'weight = 3\nfields = "a,"'),
+            'source `wiki`: `data.fields` is "a," - a field is empty',
+        ),
+        (
+            TWO.replace("weight = 3", 'weight = 3\ntype = "text"\nfields = "a"'),
+            'source `wiki`: `data.fields` is "a" - it names a column of json objects, but `data.type` is text',
+        ),
         ('path = "a.txt"\n' + TWO, '`data.path` is ["a.txt"] - `data.sources` names the datasets'),
         ("sources = []", "`data.sources` is []"),
         ('sources = ["a"]', '`data.sources` is ["a"]'),

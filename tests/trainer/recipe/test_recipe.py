@@ -231,7 +231,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    excluded |= {"data.sources", "data.eval_split"}
+    excluded |= {"data.sources", "data.eval_split", "eval.at_start"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
     required |= {"data.path"}
     optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
@@ -250,6 +250,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
+        values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))
     return values
 
 

@@ -20,7 +20,7 @@ ADDED_KEYS = (  # later than the digests
     *("rope_scaling", "rope_theta", "max_position_embeddings", "rules", "dropout", "fcm_ratio", "offload"),
     *("reduction", "reduction_shards"),
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
-    *("always_start_with_bos", "max_examples"),
+    *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
 )
 ADDED_TABLES = ("loss", "log")
@@ -116,6 +116,7 @@ max_skipped = 10                                # default
 
 [eval]
 limit = 1000
+# at_start: true if `train.eval_every` is set   # default
 
 [checkpoint]
 every = 1000
