@@ -40,14 +40,36 @@ class DataSource(BaseModel):
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
     eval_split: str | None = Field(
-        default=None, min_length=1, description="as `data.eval_split`", examples=["validation"]
+        default=None,
+        min_length=1,
+        description="as `data.eval_split`",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
     )
     type: DataType | None = Field(default=None, description="as `data.type`", examples=["json"])
     format: DataFormat | None = Field(default=None, description="as `data.format`", examples=["chat"])
     fields: str | None = Field(default=None, min_length=1, description="as `data.fields`", examples=["text"])
-    config: str | None = Field(default=None, min_length=1, description="as `data.config`", examples=["en"])
-    split: str | None = Field(default=None, min_length=1, description="as `data.split`", examples=["train"])
-    revision: str | None = Field(default=None, min_length=1, description="as `data.revision`", examples=["main"])
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.config`",
+        examples=["en"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.split`",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.revision`",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
     ids_dtype: IdsDtype | None = Field(default=None, description="as `data.ids_dtype`", examples=["uint32"])
     bad_lines: NonNegativeInt | None = Field(default=None, description="as `data.bad_lines`", examples=[10])
 
