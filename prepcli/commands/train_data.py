@@ -83,7 +83,7 @@ class DataFinder:
             raise usage_error(f"`{url}` has two revisions", why, "remove one of them")
         revision = match["revision"] or selection.revision
         is_offline = prepare_hub(self.access.offline, self.access.retry_policy)
-        with translate_errors(match["id"], revision, offline=is_offline):
+        with translate_errors(match["id"], revision, offline=is_offline, repo_type="dataset"):
             dataset = self._open_dataset(match["id"], revision, is_offline=is_offline)
             metadata = read_metadata(dataset.readme())
             if match["path"]:
@@ -152,7 +152,7 @@ class HubDataset:
     def _open(self, file: RemoteFile) -> BinaryIO:
         hub_id = self.listing.hub_id
         self.note(f"reading {file.path} of {hub_id} ({format_bytes(file.size)}) through the hub's cache")
-        with translate_errors(hub_id, self.listing.revision):
+        with translate_errors(hub_id, self.listing.revision, repo_type="dataset"):
             return self.listing.download_file(file.path).open("rb", buffering=0)
 
 

@@ -137,5 +137,5 @@ def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
     assert all(nbytes == read_nbytes == len(LINES) for _, nbytes, _, read_nbytes in files)
     assert len({digest for _, _, digest, _ in files}) == 1
     assert no_split.startswith("o/n has no split `test` - its splits: train")
-    assert "HTTP 404" in no_dataset
+    assert no_dataset.startswith("cannot read o/none - HTTP 404 from the hub: there is no such dataset")
     assert offline == files
