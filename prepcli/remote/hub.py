@@ -173,7 +173,7 @@ def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model")
     """Return the snapshot folder of a revision in the cache; raise FileNotFoundError if there is none."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "README.md"]
+    patterns = ["README.md" if repo_type == "dataset" else "config.json"]  # a file that every user of the cache has
     return Path(
         snapshot_download(
             hub_id, repo_type=repo_type, revision=revision, local_files_only=True, allow_patterns=patterns
