@@ -17,6 +17,7 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import kept_note, open_metrics, store_metrics, write_recipe
 from prepcli.commands.train_folder import check_shared_folder, run_place
 from prepcli.commands.train_lora import base_facts, check_base, with_adapters
@@ -181,7 +182,7 @@ def _open_start_checkpoint(
     slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
     recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
-    check_inputs(loaded.recipe)
+    check_inputs(loaded.recipe, DataFinder(make_access(ui, offline=request.offline), ui.note))
     check_devices(loaded.recipe, recipe_sharding)
     lora, last_step = loaded.recipe.lora, _last_step(place, request, group)
     if last_step and not lora.is_enabled:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
@@ -78,7 +80,14 @@ def prepare_run(
     folders = _token_folders(start, place, scratch_dir)
     progress = tokenize_progress(ui)
     datasets = build_datasets(
-        recipe, model, manifest=manifest, folders=folders, group=group, progress=progress, note=ui.note
+        recipe,
+        model,
+        manifest=manifest,
+        folders=folders,
+        group=group,
+        remote=DataFinder(make_access(ui, offline=request.offline), ui.note),
+        progress=progress,
+        note=ui.note,
     )
     job = setup.build_job(
         recipe,
