@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.train_checks import check_config
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
 from prepcli.commands.train_folder import check_run_folder
 from prepcli.commands.train_prepare import prepare_run
@@ -153,7 +154,7 @@ def _open_start_checkpoint(
     slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
     recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
-    check_inputs(loaded.recipe)
+    check_inputs(loaded.recipe, DataFinder(make_access(ui, offline=request.offline), ui.note))
     check_devices(loaded.recipe, recipe_sharding)
     if last_step := _last_step(folder, request, group):
         start = open_orbax_start(step_folder(folder, last_step), folder, verify=request.verify)

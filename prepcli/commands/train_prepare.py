@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_folder import TOKENS_FOLDER
 from prepcli.commands.train_report import tokenize_progress
@@ -81,6 +83,7 @@ def prepare_run(
         manifest=manifest,
         folders=folders,
         group=group,
+        remote=DataFinder(make_access(ui, offline=request.offline), ui.note),
         progress=tokenize_progress(ui),
         note=ui.note,
     )

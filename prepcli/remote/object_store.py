@@ -124,6 +124,23 @@ class Bucket:
             files = self._retry(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
 
+    def find_file(self, path: str) -> RemoteFile | None:
+        """Return an object below the URL; None if it does not exist.
+
+        Raises:
+            PrepError: The store does not answer, or access is denied.
+        """
+        from obstore import exceptions
+
+        limit_s, key = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s, self.url.key(path)
+        store = self.store
+        with self.translate_errors("read"):
+            try:
+                metadata = self._retry(lambda: call_with_timeout(lambda: store.head(key), limit_s))
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+        return _remote_file(path, metadata)
+
     def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects, with a time limit for each page."""
         files, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))

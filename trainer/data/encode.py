@@ -67,15 +67,19 @@ def write_examples(
 
 
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES per group; a larger example is a group by itself."""
+    """Group examples in order, up to ENCODE_BATCH_NBYTES per group; a larger example is a group by itself.
+
+    Examples of compressed files have more characters than bytes.
+    """
     batch: list[Example] = []
     nbytes = 0
     for example in examples:
-        if batch and nbytes + example.nbytes > ENCODE_BATCH_NBYTES:
+        example_nbytes = max(example.nbytes, example.size)
+        if batch and nbytes + example_nbytes > ENCODE_BATCH_NBYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(example)
-        nbytes += example.nbytes
+        nbytes += example_nbytes
     if batch:
         yield batch
 

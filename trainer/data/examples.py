@@ -43,3 +43,8 @@ class Example:
     nbytes: int
     source: tuple[Segment, ...] | None = None
     ends_document: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters and token ids of its segments."""
+        return sum(len(segment.content) for segment in (*self.target, *(self.source or ())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -14,13 +14,15 @@ from trainer.data.encode import write_examples
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, hash_file
-from trainer.data.find_files import find_files
-from trainer.data.records import read_examples
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.readers import READERS
+from trainer.data.records import RecordSettings, read_examples
+from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
@@ -34,7 +36,7 @@ class TokenizeConfig:
 
     Attributes:
         type: Type of the data files.
-        paths: Files, folders and globs, as `find_files` takes them.
+        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
         examples: Settings that turn records into examples.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
@@ -43,6 +45,10 @@ class TokenizeConfig:
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
         max_examples: Records, or documents of data without columns, that are read; 0 for all.
+        selection: Part of a dataset.
+        bad_lines: Invalid records that are skipped.
+        ids_dtype: Dtype of ready token ids in files that do not record it.
+        remote: Finds the files of URLs.
     """
 
     type: DataType
@@ -55,6 +61,10 @@ class TokenizeConfig:
     scratch_dir: Path | None = None
     source_length: int = 0
     max_examples: int = 0
+    selection: Selection = WHOLE
+    bad_lines: int = 0
+    ids_dtype: str = DEFAULT_IDS_DTYPE
+    remote: RemoteFiles = NO_REMOTE_FILES
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -74,7 +84,9 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
-    files = [hash_file(path) for path in find_files(config.paths, config.type)]
+    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    config = _with_type(config, resolve_type(found, config.type))
+    files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
@@ -84,6 +96,21 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
     return _map_tokens(folder, meta, config, tokenizer, note)
+
+
+def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+    """Return a config for files of a type; those without columns have no fields.
+
+    Raises:
+        UsageError: The recipe names columns, and the files have none.
+    """
+    if file_type in DEFAULT_FIELDS:
+        return replace(config, type=file_type)
+    settings = config.examples
+    if settings.fields_from_example or settings.chat_template or settings.fields not in ("", *DEFAULT_FIELDS.values()):
+        what = f'`data.fields` is "{settings.fields or settings.fields_from_example:.60}"'
+        raise usage_error(what, f"files of type {file_type} have no columns", "`data.type` sets the type of the files")
+    return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
@@ -135,6 +162,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     }
     inputs |= settings.identity_inputs()
     inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
+    inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
+    inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -148,16 +177,24 @@ def _build_store(
     note: Note,
 ) -> store.StoreMeta:
     builder = compile_fields(config.examples, vocab=config.vocab)
+    file_type = resolve_type(files, config.type)
+    settings = RecordSettings(
+        vocab=config.vocab,
+        eos_id=config.examples.eos_id,
+        bad_lines=config.bad_lines,
+        ids_dtype=config.ids_dtype,
+        limit=config.max_examples,
+    )
     with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
 
         def fill(writer: TokenWriter) -> None:
-            examples = read_examples(files, config.type, builder, limit=config.max_examples)
+            examples = read_examples(files, file_type, builder, settings=settings, note=note)
             count = _byte_counter(files, progress)
             write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
 
-        dtype = dtype_for(max(tokenizer.max_id, builder.max_id))
+        dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
 

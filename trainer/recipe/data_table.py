@@ -6,8 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PathText, UnitInterval, if_absent
-from trainer.recipe.text_fields import DataFormat, DataType
+from trainer.recipe.key_types import (
+    PATH_OR_SOURCES,
+    STRICT,
+    DataSources,
+    NonNegativeInt,
+    Paths,
+    PathText,
+    UnitInterval,
+    if_absent,
+)
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype
 
 
 class Data(BaseModel):
@@ -16,9 +25,53 @@ class Data(BaseModel):
     model_config = STRICT
 
     type: DataType = Field(
-        description="text: each file is a document; json: each line is an object with a document", examples=["text"]
+        default="auto",
+        description="text: each file is a document; json: each line is an object with a document; csv: each row has "
+        "one, also in .tsv files; parquet and arrow: tables with a document per row; ids: .npy and .bin files of token "
+        "ids; auto: as the suffixes of the files tell. Files of text, json and csv may be compressed (.gz, .zst)",
+        examples=["text"],
     )
-    path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
+    path: Paths | None = Field(
+        description="files, folders or globs, local or of a `gs://` or `s3://` bucket; a folder that `datasets` saved; "
+        "or `hf://datasets/OWNER/NAME` on the hub",
+        examples=["data/train.txt"],
+        json_schema_extra=PATH_OR_SOURCES,
+    )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="configuration of a dataset on the hub",
+        examples=["wikitext-103-raw-v1"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of a dataset on the hub or in a saved folder",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="branch, tag or commit of a dataset on the hub",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
+    sources: DataSources | None = Field(
+        default=None,
+        description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
+        examples=[[{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl"}]],
+        json_schema_extra=if_absent("the dataset of `path`"),
+    )
+    ids_dtype: IdsDtype = Field(
+        default=DEFAULT_IDS_DTYPE, description="dtype of the token ids in .bin files", examples=["uint32"]
+    )
+    bad_lines: NonNegativeInt = Field(
+        default=0,
+        description="invalid lines and rows that are skipped; the first ones are reported, and one more is an error",
+        examples=[10],
+    )
     format: DataFormat = Field(
         default="text",
         description="text: columns of texts or token ids; prompt_completion: text with the `fields` "
@@ -33,7 +86,7 @@ class Data(BaseModel):
         "fields in brackets; without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
         "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
         examples=["text"],
-        json_schema_extra=if_absent('"text" for json'),
+        json_schema_extra=if_absent('"text", if the files have columns'),
     )
     fields_from_example: str | None = Field(
         default=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
+from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
+from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig
@@ -19,27 +21,13 @@ from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
+from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
-from trainer.recipe.tables import Data
 from trainer.training.shared_tokens import tokenize_in_group
+from trainer.training.source_datasets import Datasets, build_mixture
 
 CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class Datasets:
-    """Training and evaluation datasets of a run.
-
-    Attributes:
-        train: Rows to train on.
-        evaluation: Rows to evaluate on; None without evaluation.
-        identity: Digest of the tokens of both, compared on resume.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
-    identity: str
 
 
 def build_datasets(
@@ -49,6 +37,7 @@ def build_datasets(
     manifest: Mapping[str, Any],
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
+    remote: RemoteFiles = NO_REMOTE_FILES,
     progress: Callable[[int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
@@ -63,6 +52,7 @@ def build_datasets(
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
             tokens that the cache lacks, if the cache must not be written to.
         group: Processes of the job; None for one process.
+        remote: Finds the data files of URLs.
         progress: Called with the bytes tokenized so far and the total bytes.
         note: Called with messages for the user.
 
@@ -72,20 +62,39 @@ def build_datasets(
     Raises:
         PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
     """
-    config = _tokenize_config(recipe.data, model, manifest["config"], folders=folders)
-    make_dataset = partial(_build_dataset, config=config, data=recipe.data, model_config=manifest["config"])
-    tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
+    build = partial(
+        _build_source,
+        model=model,
+        manifest=manifest,
+        make_config=partial(_tokenize_config, folders=folders, remote=remote),
+        tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
+    )
+    return build_mixture(recipe.data, build, note=note)
+
+
+def _build_source(
+    data: Data,
+    *,
+    model: ModelSpec,
+    manifest: Mapping[str, Any],
+    make_config: Callable[[Data, ModelSpec, Mapping[str, Any]], TokenizeConfig],
+    tokenize: Callable[..., MappedTokens],
+    note: Callable[[str], None],
+) -> Datasets:
+    """Return the datasets of one source."""
+    config = make_config(data, model, manifest["config"])
+    make_dataset = partial(_build_dataset, config=config, data=data, model_config=manifest["config"])
     if config.examples.has_encoder:
         decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
-    if recipe.data.eval_path is None:
-        tokens = tokenize(config)
-        train, evaluation = split_holdout(make_dataset(tokens), recipe.data.holdout)
+    if data.eval_path is None:
+        tokens = tokenize(config, note=note)
+        train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize(replace(config, paths=recipe.data.eval_path, max_examples=0))
-    train_tokens = tokenize(config)
+    eval_tokens = tokenize(replace(config, paths=data.eval_path, max_examples=0), note=note)
+    train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
         evaluation=make_dataset(eval_tokens),
@@ -94,12 +103,17 @@ def build_datasets(
 
 
 def _tokenize_config(
-    data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, folders: Mapping[str, Path]
+    data: Data,
+    model: ModelSpec,
+    model_config: Mapping[str, Any],
+    *,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles,
 ) -> TokenizeConfig:
     tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
     return TokenizeConfig(
         type=data.type,
-        paths=data.path,
+        paths=data.path or (),
         examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
         seq_length=data.seq_length,
         tokenizer=tokenizer,
@@ -108,6 +122,10 @@ def _tokenize_config(
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         max_examples=data.max_examples,
+        selection=Selection(data.config, data.split, data.revision),
+        bad_lines=data.bad_lines,
+        ids_dtype=data.ids_dtype,
+        remote=remote,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
@@ -20,6 +20,7 @@ from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
@@ -51,7 +52,7 @@ class Job:
 
     setup: StepSetup
     steps: int
-    order: SampleOrder
+    order: RowOrder
     train: Dataset
     evaluation: Dataset | None
     eval_limit: int
@@ -239,6 +240,8 @@ class Loop:
             "tokens": step * self.job.tokens_per_step,
             "skipped": int(values["skipped"]),
         }
+        tokens_per_row = self.job.tokens_per_step // self.job.order.batch_size
+        line |= tokens_by_source(self.job.order, self.job.train, step, tokens_per_row=tokens_per_row)
         step_s = self.timer.lap()
         if step_s:
             line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.data.files import check_readable
-from trainer.data.find_files import find_files
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.remote_files import RemoteFiles, Selection
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
+from trainer.recipe.data_sources import split_sources
 from trainer.training.loop import Job
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
@@ -33,15 +35,24 @@ def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
         sharding.check_host_memory()
 
 
-def check_inputs(recipe: Recipe) -> None:
+def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 
+    Args:
+        recipe: The recipe.
+        remote: Finds the data files of URLs.
+
     Raises:
-        PrepError: A data file or the tokenizer is missing, unreadable or empty.
+        PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
     """
-    for paths in (recipe.data.path, recipe.data.eval_path or ()):
-        for path in find_files(paths, recipe.data.type):
-            check_readable(path)
+    for _, data in split_sources(recipe.data):
+        for paths in filter(None, (data.path, data.eval_path)):
+            selection = Selection(data.config, data.split, data.revision)
+            files = find_data_files(paths, data.type, selection, remote=remote)
+            resolve_type(files, data.type)
+            for file in files:
+                if isinstance(file, Path):
+                    check_readable(file)
     if recipe.data.tokenizer:
         check_tokenizer_exists(Path(recipe.data.tokenizer))
 
