@@ -35,9 +35,15 @@ def is_abandoned(folder: Path) -> bool:
         return False
     if match["host"] is None:  # of an earlier version, whose lock the caller holds
         return True
-    if match["host"] == _host():
-        return match["process"] != f"{match['pid']}-{_start_time(int(match['pid']))}"
-    return time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
+    return has_ended(folder) or (match["host"] != _host() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S)
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether the process that writes an incomplete folder has certainly ended: it was of this host."""
+    match = PARTIAL_NAME.fullmatch(folder.name)
+    if match is None or match["host"] != _host():
+        return False
+    return match["process"] != f"{match['pid']}-{_start_time(int(match['pid']))}"
 
 
 def _host() -> str:

@@ -25,7 +25,9 @@ def tokenize(process: ThreadProcess, config: TokenizeConfig) -> tuple[list[int],
     """Return the tokens, the notes, and the bytes that the process tokenized."""
     notes: list[str] = []
     progress: list[int] = []
-    tokens = tokenize_in_group(config, process, progress=lambda done, total: progress.append(done), note=notes.append)
+    tokens = tokenize_in_group(
+        config, process, progress=lambda done, total, n_tokens: progress.append(done), note=notes.append
+    )
     return tokens.ids.tolist(), notes, progress
 
 
