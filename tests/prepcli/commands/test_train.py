@@ -327,22 +327,29 @@ def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
-def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.MonkeyPatch):
-    """The progress of each text starts at 0 and never decreases."""
+def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatch):
+    """The progress of each dataset starts at the bytes of an interrupted run."""
     calls: list[tuple[Any, ...]] = []
 
-    class Heard(NullProgress):
+    class RecordingProgress(NullProgress):
         def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-            calls.append((task, total_bytes))
+            calls.append((task, total_bytes, done_bytes))
 
         def advance(self, written_bytes: int) -> None:
             calls.append((written_bytes,))
 
-    monkeypatch.setattr(Ui, "progress", lambda _: Heard())
+        def note(self, text: str) -> None:
+            calls.append((text,))
+
+        def end(self) -> None:
+            calls.append(("end",))
+
+    monkeypatch.setattr(Ui, "progress", lambda _: RecordingProgress())
     report_progress = tokenize_progress(open_ui("train", False, True, 0))
-    for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
-        report_progress(done, total)
-    assert calls == [("tokenize", 20), (10,), (10,), ("tokenize", 5), (3,), (2,)]
+    for counts in ((0, 20, 0), (10, 20, 3_140_000), (11, 20, 3_140_001), (20, 20, 12_600_000), (3, 5, 90_000_000)):
+        report_progress(*counts)
+    first = [("tokenize", 20, 0), (0,), ("3.1 M tokens",), (10,), (1,), ("13 M tokens",), (9,), ("end",)]
+    assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0",), ("data/f0.partial",)])
