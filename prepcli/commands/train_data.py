@@ -83,15 +83,16 @@ class DataFinder:
             raise usage_error(f"`{url}` has two revisions", why, "remove one of them")
         revision = match["revision"] or selection.revision
         is_offline = prepare_hub(self.access.offline, self.access.retry_policy)
-        with translate_errors(match["id"], revision, offline=is_offline):
+        with translate_errors(match["id"], revision, offline=is_offline, repo_type="dataset"):
             dataset = self._open_dataset(match["id"], revision, is_offline=is_offline)
+            metadata = read_metadata(dataset.readme())
             if match["path"]:
                 names = sorted(name for name in dataset.names if matches(name, match["path"]))
             else:
                 names = select_files(
                     match["id"],
                     dataset.names,
-                    read_metadata(dataset.get(README) if README in dataset.names else None),
+                    metadata,
                     config=selection.config,
                     split=selection.split,
                     accepts=accepts,
@@ -137,9 +138,11 @@ class HubDataset:
         """Names of its files."""
         return [*self.listing.siblings]
 
-    def get(self, name: str) -> Path:
-        """Return the local path of a file."""
-        return self.listing.download([name], NullProgress()) / name
+    def readme(self) -> Path | None:
+        """Return the path of the README in the cache, which then also has the commit of the revision."""
+        names = [README] if README in self.listing.siblings else []
+        folder = self.listing.download(names, NullProgress())
+        return folder / README if names else None
 
     def data_file(self, name: str) -> DataFile:
         """Return a file, identified by the hub's hash of its content."""
@@ -149,8 +152,8 @@ class HubDataset:
     def _open(self, file: RemoteFile) -> BinaryIO:
         hub_id = self.listing.hub_id
         self.note(f"reading {file.path} of {hub_id} ({format_bytes(file.size)}) through the hub's cache")
-        with translate_errors(hub_id, self.listing.revision):
-            return self.get(file.path).open("rb", buffering=0)
+        with translate_errors(hub_id, self.listing.revision, repo_type="dataset"):
+            return self.listing.download_file(file.path).open("rb", buffering=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +168,14 @@ class CachedDataset:
         """Names of its files."""
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
 
-    def get(self, name: str) -> Path:
-        """Return the local path of a file."""
-        return self.folder / name
+    def readme(self) -> Path | None:
+        """Return the path of the README; None if it is not in the cache."""
+        path = self.folder / README
+        return path if path.is_file() else None
 
     def data_file(self, name: str) -> DataFile:
         """Return a file with the digest that the hub listed: the cache names the target of its link by it."""
-        path = self.get(name)
+        path = self.folder / name
         file = RemoteFile(name, path.stat().st_size, os.path.basename(os.path.realpath(path)))
         return _hub_file(self.hub_id, file, partial(path.open, "rb", buffering=0))
 

@@ -82,6 +82,19 @@ class HubListing:
                 )
             )
 
+    def download_file(self, name: str) -> Path:
+        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
+
+        Raises:
+            PrepError: The disk has not enough room.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        if _missing_files(self, [name]):
+            _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
+        return Path(hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit))
+
     def open_remote(self, weights: Sequence[str], small_names: Sequence[str]) -> RemoteCheckpoint:
         """Fetch small files, and the headers of safetensors files, into a folder of placeholder files.
 
@@ -146,7 +159,9 @@ def list_repository(
     """
     from huggingface_hub import HfApi
 
-    info = HfApi().repo_info(hub_id, repo_type=repo_type, revision=revision, files_metadata=True)
+    api = HfApi()
+    list_info = api.dataset_info if repo_type == "dataset" else api.model_info
+    info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
     texts = [info.sha or "", *(file.rfilename for file in files)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):
@@ -158,7 +173,7 @@ def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model")
     """Return the snapshot folder of a revision in the cache; raise FileNotFoundError if there is none."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "README.md"]
+    patterns = ["README.md" if repo_type == "dataset" else "config.json"]  # a file that every user of the cache has
     return Path(
         snapshot_download(
             hub_id, repo_type=repo_type, revision=revision, local_files_only=True, allow_patterns=patterns

@@ -49,7 +49,7 @@ class RemoteStream(io.RawIOBase):
         Raises:
             PrepError: The file is gone, changed or forbidden, or the store does not answer.
         """
-        into = np.frombuffer(buffer, np.uint8)
+        into = np.frombuffer(memoryview(buffer), np.uint8)
         count = max(0, min(into.size, self._file.size - self._position))
         if count:
             self._cache.read(self._file, self._position, into[:count])

@@ -2,8 +2,10 @@
 
 The parts, in the order in which data passes through them:
 
-1. `find_files` finds the files of a recipe, and `files` hashes them. Their digests are part of a store's identity.
-2. `readers` has a reader per `data.type`. It yields `Record`s of a file with columns, or `TextChunk`s of a text.
+1. `find_files` finds the files of a recipe and tells their type, and `files` hashes them. Their digests are part of a
+   store's identity. `remote_files` is the protocol of files that the caller finds elsewhere.
+2. `readers` has a reader per `data.type`. It yields `Record`s of a file with columns, `TextChunk`s of a text, or
+   `IdsChunk`s of a file that was tokenized before.
 3. `fields` compiles the recipe's settings into an `ExampleBuilder`, which makes an `Example` of each record: segments
    of text or token ids with loss weight 0 or 1, for the decoder (`target`) and for an encoder (`source`).
 4. `records` reads files through a reader and a builder into one stream of examples.
@@ -13,5 +15,6 @@ The parts, in the order in which data passes through them:
 7. `tokenize` connects these parts and looks in the cache first. The identity of a store is a digest of everything that
    changes its bytes.
 8. `packing` and `seq2seq` are datasets: they return any rows of a store as arrays, without iterator state. The loss
-   weight of a position is that of its target token. `order` gives the rows of each step.
+   weight of a position is that of its target token. `order` gives the rows of each step, `mixing` those of several
+   sources.
 """

@@ -92,7 +92,7 @@ class _GenerationBlocks(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - the interface of Jinja
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         """Parse the tag and its body up to `{% endgeneration %}`."""
         line_number = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -13,6 +13,11 @@ DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 DEFAULT_SPLIT = "train"
 
 
+def is_dataset_dict(folder: Path) -> bool:
+    """Return whether a folder is a saved `DatasetDict`, which has splits."""
+    return (folder / DICT_FILE).is_file()
+
+
 def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     """Return the Arrow files of a saved dataset, in their order; None if the folder is not one.
 
@@ -23,7 +28,7 @@ def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     Raises:
         PrepError: The dataset has no such split, or its list of files is invalid.
     """
-    if (folder / DICT_FILE).is_file():
+    if is_dataset_dict(folder):
         splits = _read_value(folder / DICT_FILE, "splits")
         folder = folder / choose_split(str(folder), splits, split)
     if not (folder / STATE_FILE).is_file():

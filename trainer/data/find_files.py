@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from trainer.data.dataset_folder import dataset_files
+from trainer.data.dataset_folder import dataset_files, is_dataset_dict
 from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
@@ -17,6 +17,7 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.text_fields import DataType, FileType
 
 NO_REMOTE_FILES = NoRemoteFiles()
+HUB_SCHEME = "hf://"
 TYPE_HINT = "`data.type` sets the type of all files"
 
 
@@ -72,6 +73,27 @@ def find_data_files(
     return tuple(files.values())
 
 
+def check_selection(paths: Sequence[str], selection: Selection, *, split_key: str = "split") -> None:
+    """Check that a part of a dataset is selected only if a path is a dataset that has such parts.
+
+    Args:
+        paths: Files, folders, globs or URLs.
+        selection: The part.
+        split_key: Recipe key of the split.
+
+    Raises:
+        UsageError: A part is selected that no path can have.
+    """
+    on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
+    has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)
+    parts = {"config": (selection.config, on_hub), "revision": (selection.revision, on_hub)}
+    parts[split_key] = selection.split, has_splits
+    for key, (value, has_part) in parts.items():
+        if value is not None and not has_part:
+            why = f"no path of the data is a dataset{'' if key == split_key else ' on the hub'}"
+            raise usage_error(f"`data.{key}` is {value!r:.60}", why, f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`")
+
+
 def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
     """Return the type of data files: that of the recipe, or else the one that the suffixes of all of them tell.
 
@@ -83,11 +105,11 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
     types: dict[FileType, str] = {}
     for file in files:
         name = str(file.path if isinstance(file, DataFile) else file)
-        file_type = next((key for key, reader in READERS.items() if reader.reads_named(name)), None)
-        if file_type is None:
+        matching: list[FileType] = [key for key, reader in READERS.items() if reader.reads_named(name)]
+        if not matching:
             known = ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
             raise usage_error(f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT)
-        types.setdefault(file_type, name)
+        types.setdefault(matching[0], name)
     if len(types) > 1:
         why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
         raise usage_error("the data files have several types", why, "a table of `data.sources` for each type")

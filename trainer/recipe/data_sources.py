@@ -14,6 +14,7 @@ from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PositiveFloa
 from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat, DataType, IdsDtype
 
 SOURCES_KEY = "data.sources"
+EVAL_KEYS = ("eval_path", "eval_split")
 SOURCE_PATHS = ("path", "eval_path")  # keys whose `~` and `${NAME}` are expanded
 
 
@@ -38,12 +39,37 @@ class DataSource(BaseModel):
         examples=["wiki-validation.jsonl"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.eval_split`",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
     type: DataType | None = Field(default=None, description="as `data.type`", examples=["json"])
     format: DataFormat | None = Field(default=None, description="as `data.format`", examples=["chat"])
     fields: str | None = Field(default=None, min_length=1, description="as `data.fields`", examples=["text"])
-    config: str | None = Field(default=None, min_length=1, description="as `data.config`", examples=["en"])
-    split: str | None = Field(default=None, min_length=1, description="as `data.split`", examples=["train"])
-    revision: str | None = Field(default=None, min_length=1, description="as `data.revision`", examples=["main"])
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.config`",
+        examples=["en"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.split`",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.revision`",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
     ids_dtype: IdsDtype | None = Field(default=None, description="as `data.ids_dtype`", examples=["uint32"])
     bad_lines: NonNegativeInt | None = Field(default=None, description="as `data.bad_lines`", examples=[10])
 
@@ -73,9 +99,13 @@ def parse_sources(data: Data) -> tuple[DataSource, ...]:
 def source_data(data: Data, source: DataSource) -> Data:
     """Return the data of a recipe with one source of its mixture, as if it were the only dataset."""
     keys = source.model_dump(exclude={"name", "weight"}, exclude_none=True)
-    fields = data.fields or DEFAULT_FIELDS.get(source.type or data.type)
-    fields = FORMAT_FIELDS.get(source.format or "", fields) if data.fields_from_example is None else None
-    return data.model_copy(update={"fields": fields, **keys, "sources": None})
+    data_type = source.type or data.type
+    from_example = data.fields_from_example if data_type in DEFAULT_FIELDS else None
+    fields = data.fields if data_type in DEFAULT_FIELDS else None
+    if from_example is None and data_type in DEFAULT_FIELDS:
+        fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
+    columns = {"fields": fields, "fields_from_example": from_example}
+    return data.model_copy(update={**columns, **keys, "sources": None})
 
 
 def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:

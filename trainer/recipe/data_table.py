@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 
 from trainer.recipe.key_types import (
-    PATH_OR_SOURCES,
     STRICT,
     DataSources,
     NonNegativeInt,
@@ -32,10 +31,9 @@ class Data(BaseModel):
         examples=["text"],
     )
     path: Paths | None = Field(
-        description="files, folders or globs, local or of a `gs://` or `s3://` bucket; a folder that `datasets` saved; "
-        "or `hf://datasets/OWNER/NAME` on the hub",
+        description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
         examples=["data/train.txt"],
-        json_schema_extra=PATH_OR_SOURCES,
+        json_schema_extra=if_absent("required, or `sources`"),
     )
     config: str | None = Field(
         default=None,
@@ -61,7 +59,9 @@ class Data(BaseModel):
     sources: DataSources | None = Field(
         default=None,
         description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
-        examples=[[{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl"}]],
+        examples=[
+            [{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl", "weight": 1}]
+        ],
         json_schema_extra=if_absent("the dataset of `path`"),
     )
     ids_dtype: IdsDtype = Field(
@@ -158,6 +158,13 @@ class Data(BaseModel):
         examples=["data/validation.txt"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of `eval_path`, or of `path`, to evaluate on",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
     cache: PathText | None = Field(
         default=None,
         description="folder of the tokenized data",
@@ -165,3 +172,8 @@ class Data(BaseModel):
         json_schema_extra=if_absent("`data` in the run's folder"),
     )
     shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
+
+    @property
+    def eval_paths(self) -> Paths | None:
+        """Files to evaluate on: another split of `path`, if there is no `eval_path`; None for held-out sequences."""
+        return self.path if self.eval_path is None and self.eval_split is not None else self.eval_path

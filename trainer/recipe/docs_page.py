@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
 from trainer.recipe.synonyms import SYNONYMS
 from trainer.recipe.tables import KEY_SCHEMAS, schema, table_members
@@ -79,7 +80,15 @@ def render_page() -> str:
             parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
             current_table = table
         parts.append(_key_row(key, name))
-    return "".join([*parts, OUTRO, *map(_synonym_row, SYNONYMS.items())])
+    return "".join([*parts, *_sources_section(), OUTRO, *map(_synonym_row, SYNONYMS.items())])
+
+
+def _sources_section() -> Iterator[str]:
+    """Yield the section about the tables of `data.sources`."""
+    yield f"\n## `[[{SOURCES_KEY}]]`\n\n{DataSource.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    for name, key_schema in SOURCE_SCHEMAS.items():
+        default = key_schema.get("absent") or ("that of `[data]`" if "default" in key_schema else "required")
+        yield f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:

@@ -51,6 +51,12 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
         "data_path", "data_dir", "train_dataset", "train_dataset.path", "files",
     ),
+    "data.config": ("dataset_config_name", "dataset_config", "dataset_subset"),
+    "data.split": ("dataset_split", "train_split", "train_split_name", "dataset_train_split"),
+    "data.eval_split": ("eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split"),
+    "data.revision": ("dataset_revision",),
+    "data.sources": ("datasets", "dataset_mixer", "data_mix", "mixture", "dataset_weights"),
+    "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
     "data.fields": (
         "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key",
         "text_column_names", "fields", "column",

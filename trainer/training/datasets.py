@@ -13,7 +13,7 @@ from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.find_files import NO_REMOTE_FILES
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
-from trainer.data.remote_files import RemoteFiles, Selection
+from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig
@@ -25,7 +25,7 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.training.shared_tokens import tokenize_in_group
-from trainer.training.source_datasets import Datasets, build_mixture
+from trainer.training.source_datasets import Datasets, build_mixture, eval_selection, train_selection
 
 CHAT = "chat"
 
@@ -88,12 +88,13 @@ def _build_source(
         decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
-    if data.eval_path is None:
+    if data.eval_paths is None:
         tokens = tokenize(config, note=note)
         train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize(replace(config, paths=data.eval_path, max_examples=0), note=note)
+    eval_config = replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    eval_tokens = tokenize(eval_config, note=note)
     train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
@@ -122,7 +123,7 @@ def _tokenize_config(
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         max_examples=data.max_examples,
-        selection=Selection(data.config, data.split, data.revision),
+        selection=train_selection(data),
         bad_lines=data.bad_lines,
         ids_dtype=data.ids_dtype,
         remote=remote,

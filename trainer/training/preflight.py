@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.data.files import check_readable
-from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
-from trainer.data.remote_files import RemoteFiles, Selection
+from trainer.data.files import DataFile, check_readable
+from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_files, resolve_type
+from trainer.data.remote_files import RemoteFiles
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.remat import OFFLOAD_NONE
@@ -15,7 +15,9 @@ from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.data_sources import split_sources
+from trainer.recipe.text_fields import DataType
 from trainer.training.loop import Job
+from trainer.training.source_datasets import eval_selection, train_selection
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 
@@ -46,15 +48,21 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
         PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
     """
     for _, data in split_sources(recipe.data):
-        for paths in filter(None, (data.path, data.eval_path)):
-            selection = Selection(data.config, data.split, data.revision)
-            files = find_data_files(paths, data.type, selection, remote=remote)
-            resolve_type(files, data.type)
-            for file in files:
-                if isinstance(file, Path):
-                    check_readable(file)
+        check_selection(data.path or (), train_selection(data))
+        check_selection(data.eval_paths or (), eval_selection(data), split_key="eval_split")
+        for paths, selection in ((data.path, train_selection(data)), (data.eval_paths, eval_selection(data))):
+            _check_files(find_data_files(paths or (), data.type, selection, remote=remote), data.type)
     if recipe.data.tokenizer:
         check_tokenizer_exists(Path(recipe.data.tokenizer))
+
+
+def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
+    """Raise PrepError if the type of files is not clear, or a local one cannot be read."""
+    if files:
+        resolve_type(files, data_type)
+    for file in files:
+        if isinstance(file, Path):
+            check_readable(file)
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.data.mixing import ConcatenatedDataset, MixedOrder, mix_by_weight
 from trainer.data.order import RowOrder, SampleOrder
 from trainer.data.packing import Dataset
+from trainer.data.remote_files import Selection
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 
@@ -38,6 +39,18 @@ class BuildSource(Protocol):
     def __call__(self, data: Data, *, note: Note) -> Datasets:
         """Return the datasets of a recipe's data, which has no sources."""
         ...
+
+
+def train_selection(data: Data) -> Selection:
+    """Return the part of a dataset to train on."""
+    return Selection(data.config, data.split, data.revision)
+
+
+def eval_selection(data: Data) -> Selection:
+    """Return the part of a dataset to evaluate on: another split of the training data, or of `eval_path`."""
+    if data.eval_path is None:
+        return replace(train_selection(data), split=data.eval_split)
+    return Selection(split=data.eval_split)
 
 
 def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:

@@ -16,7 +16,7 @@ from trainer.data import encode, store_journal
 from trainer.data.readers import text_file
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
-WORDS = "the cat sat on the mat and then ate the hat didn't it".split()
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "ate", "the hat", "didn't it")
 FIELDS = "[question], answer"
 LINES_PER_FILE = 40
 

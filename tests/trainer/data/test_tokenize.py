@@ -292,6 +292,15 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
     assert not (tmp_path / "scratch").exists()
 
 
+def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
+    path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
+    config = make_config(tmp_path, path, type="json", max_examples=2)
+    reports: list[tuple[int, int]] = []
+    tokens = tokenize_files(config, progress=lambda *sizes: reports.append(sizes), note=lambda text: None)
+    assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
+    assert reports[-1] == (path.stat().st_size,) * 2
+
+
 def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"ids": [7, 8], "a": "the cat", "b": "the hat"}\n{"ids": [], "a": "cat", "b": "the mat"}\n')

@@ -115,12 +115,14 @@ FILES = {
     ),
     "list with an invalid item": (
         replaced('path = "train.txt"', 'path = [\n  "a",\n  3,\n]'),
-        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs'
+        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs, also in '
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "empty list": (
         replaced('path = "train.txt"', "path = []"),
-        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs"
+        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs, also in "
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "name that is not a folder name": (

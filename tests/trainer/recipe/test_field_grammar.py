@@ -14,7 +14,7 @@ FIELDS: st.SearchStrategy[Field] = st.one_of(
     st.lists(NAMES, min_size=1, max_size=3).map(lambda names: TextField(tuple(names))),
     NAMES.map(IdsField),
     st.integers(0, 2**32).map(TokenField),
-    st.sampled_from(["bos", "eos"]).map(TokenField),
+    st.sampled_from([TokenField("bos"), TokenField("eos")]),
 )
 
 

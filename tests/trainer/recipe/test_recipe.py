@@ -21,6 +21,7 @@ from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.run_tables import Cluster
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -132,6 +133,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
     conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example"}
+    conflicting |= {"data.sources", "data.eval_split"}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in KEY_SCHEMAS.items()
@@ -229,19 +231,21 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {"model.offload"} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    excluded |= {"eval.at_start"}
+    excluded |= {"data.sources", "data.eval_split", "eval.at_start"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
+    required |= {"data.path"}
     optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
     values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
-    if values["data.type"] == "json" and draw(st.booleans()):
+    has_columns = values.get("data.type", "auto") in DEFAULT_FIELDS
+    if has_columns and draw(st.booleans()):
         values["data.fields"] = draw(TEXTS.filter(lambda text: not SIGNS.search(text)))
         values |= draw(st.fixed_dictionaries({}, optional={"data.subfield_separator": TEXTS}))
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values["data.fields_from_example"] = draw(TEXTS)
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
     if values.get("data.holdout") or "data.eval_path" in values:

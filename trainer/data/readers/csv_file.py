@@ -63,8 +63,9 @@ class _Lines:
     def __iter__(self) -> Iterator[str]:
         for line in self._stream:
             text = line.decode(errors="surrogateescape")
-            yield text if self.nbytes else text.removeprefix(BYTE_ORDER_MARK)
+            text = text if self.nbytes else text.removeprefix(BYTE_ORDER_MARK)
             self.nbytes += len(line)
+            yield text
 
 
 def _delimiter(file: DataFile) -> str:
