@@ -191,30 +191,21 @@ def _build_store(
             return meta
 
         def fill(writer: TokenWriter) -> None:
-<<<<<<< HEAD
             if writer.n_tokens:
                 note(f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run")
             read = partial(read_examples, files, file_type, builder, settings=settings, note=note)
-            count = _with_total(files, progress)
-            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=count)
-=======
-            examples = read_examples(files, file_type, builder, settings=settings, note=note)
-            count = _byte_counter(files, progress)
-            write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
+            total_nbytes = sum(file.nbytes for file in files)
+
+            def report(nbytes: int, n_tokens: int) -> None:
+                progress(nbytes, total_nbytes, n_tokens)
+
+            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
             if config.max_examples:
-                total_nbytes = sum(file.nbytes for file in files)
-                progress(total_nbytes, total_nbytes)  # the rest of the files is not read
->>>>>>> read15
+                report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
 
         dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
-
-
-def _with_total(files: Sequence[DataFile], progress: TokenizeProgress) -> Callable[[int, int], None]:
-    """Return a function of the bytes and tokens done that reports them with the bytes of all files."""
-    total_nbytes = sum(file.nbytes for file in files)
-    return lambda nbytes, n_tokens: progress(nbytes, total_nbytes, n_tokens)
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
