@@ -19,6 +19,7 @@ PARTIAL_NAME = re.compile(
     r"[0-9a-f]{32}(?:\.(?P<host>[0-9a-f]+-\d+)-(?P<process>(?P<pid>\d+)-\d+)-[0-9a-f]+)?\.partial"
 )
 ABANDONED_AFTER_S = 24 * 60 * 60  # without a write, by a process of another host; more than clocks differ
+NO_PROCESS = "0-1"  # process id and start time that no process has
 START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the field after the command
 
 
@@ -26,6 +27,11 @@ def partial_name(identity: str) -> str:
     """Return a new name for an incomplete folder of this process."""
     process = f"{os.getpid()}-{_start_time(os.getpid())}"
     return f"{identity}.{_host()}-{process}-{uuid.uuid4().hex[:8]}.partial"
+
+
+def released_name(identity: str) -> str:
+    """Return a new name for an incomplete folder of this host that no process writes any more."""
+    return f"{identity}.{_host()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
 
 
 def is_abandoned(folder: Path) -> bool:

@@ -23,7 +23,7 @@ import xxhash
 
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
-from trainer.data.partial_folders import has_ended, is_abandoned, partial_name
+from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
 from trainer.data.read_position import ReadPosition
 from trainer.data.store import (
     DOCUMENT_END_NBYTES,
@@ -212,6 +212,10 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise io_error(folder, error) from error
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.rename(folder.with_name(released_name(folder.name)))
         raise
 
 

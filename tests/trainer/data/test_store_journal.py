@@ -87,6 +87,14 @@ def test_store_with_the_most_tokens_is_continued(tmp_path: Path, monkeypatch: py
     assert continued(tmp_path)[:2] == (6, 3)
 
 
+def test_store_of_a_running_process_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    partial = interrupted_store(tmp_path, monkeypatch)
+    running = partial.rename(tmp_path / partial_name(NAME))
+    before = {path.name: path.read_bytes() for path in running.iterdir()}
+    assert continued(tmp_path)[:2] == (6, 3)
+    assert {path.name: path.read_bytes() for path in running.iterdir()} == before
+
+
 def test_restored_journal_has_only_right_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     partial = interrupted_store(tmp_path, monkeypatch)
     states = read_journal(partial)
