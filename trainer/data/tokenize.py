@@ -200,7 +200,7 @@ def _build_store(
                 progress(nbytes, total_nbytes, n_tokens)
 
             fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
-            if config.max_examples:
+            if writer.position.nbytes < total_nbytes:
                 report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
 
         dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))

@@ -295,10 +295,10 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
 def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
     path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
     config = make_config(tmp_path, path, type="json", max_examples=2)
-    reports: list[tuple[int, int]] = []
-    tokens = tokenize_files(config, progress=lambda *sizes: reports.append(sizes), note=lambda text: None)
+    reports: list[tuple[int, ...]] = []
+    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
-    assert reports[-1] == (path.stat().st_size,) * 2
+    assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
 
 
 def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
@@ -308,7 +308,7 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
         tmp_path, path, type="json", fields="[{ids}, <|9|>, a], b", bos_id=1, add_bos=True, seq_length=2
     )
     notes: list[str] = []
-    tokens = tokenize_files(config, progress=lambda done, total, n_tokens: None, note=notes.append)
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     expected: list[tuple[int, int]] = []
     for ids, a, b in (([7, 8], "the cat", "the hat"), ([], "cat", "the mat")):
         expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]
