@@ -10,6 +10,7 @@ from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
 from prepcli.formats.run_steps import saved_steps
+from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
 
@@ -22,9 +23,11 @@ RUNS_FOLDER = Path("runs")
 def kept_note(folder: Path) -> str:
     """Describe the data in a run's folder that the next start uses; empty if there is none."""
     kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    tokens = (folder / TOKENS_FOLDER).glob("*")
-    if any(path.is_dir() and not path.name.endswith(".partial") for path in tokens):
+    stores = [path for path in (folder / TOKENS_FOLDER).glob("*") if path.is_dir()]
+    if any(not path.name.endswith(".partial") for path in stores):
         kept.append("the tokens")
+    elif any(state.meta.n_tokens for path in stores for state in read_journal(path)):
+        kept.append("a part of the tokens")
     return f"kept in {folder}: {', '.join(kept)}" if kept else ""
 
 

@@ -12,8 +12,8 @@ The parts, in the order in which data passes through them:
 5. `encode` tokenizes examples in batches into `EncodedDocument`s: ids and loss weights. `encode_pipeline` does so in
    threads, and `fill_store` passes the documents to the writer of a store.
 6. `store_writer` writes them to a token store, which has another name until it is complete; `store` reads it. A store
-   serves all sequence lengths and batch sizes. `store_journal` records what an incomplete one holds, so that a later run
-   continues it.
+   serves all sequence lengths and batch sizes. `store_journal` records what an incomplete one holds, so that a later
+   run continues it.
 7. `tokenize` connects these parts and looks in the cache first. The identity of a store is a digest of everything that
    changes its bytes.
 8. `packing` and `seq2seq` are datasets: they return any rows of a store as arrays, without iterator state. The loss

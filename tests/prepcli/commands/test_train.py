@@ -25,6 +25,8 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
+from tests.helpers.token_stores import NAME, fill
+from trainer.data.store_writer import TokenWriter, build_store
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 WORDS = [f"w{number}" for number in range(131)]
@@ -359,3 +361,15 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     expected = "the tokens" if "data/f0" in whole else ""
     note = kept_note(tmp_path / "run")
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+
+
+def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
+    def fill_and_interrupt(writer: TokenWriter) -> None:
+        fill(writer)
+        writer.save()
+        raise KeyboardInterrupt
+
+    (tmp_path / "data").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
+    assert kept_note(tmp_path) == f"kept in {tmp_path}: a part of the tokens"
