@@ -90,7 +90,7 @@ def tokenize(path: Path) -> None:
         vocab=len(WORDS) + 1,
         cache=path.parent / "cache",
     )
-    print(tokenize_files(config, progress=lambda done, total: None, note=log).n_tokens)
+    print(tokenize_files(config, progress=lambda *counts: None, note=log).n_tokens)
 
 
 def measure_file(folder: Path, suffix: str, megabytes: int) -> Sequence[str]:

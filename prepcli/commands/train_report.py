@@ -151,16 +151,29 @@ def _format_rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
 
 
-def tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
-    """Return a callback that shows the progress of tokenizing (bytes done, total bytes), one bar per text."""
-    progress = ui.progress()
-    done_nbytes = -1
+def _format_tokens(count: int) -> str:
+    """Format as `3.1 M tokens` or `310 M tokens`."""
+    return f"{count / 1e6:,.{0 if count >= 10_000_000 else 1}f} M tokens"
 
-    def report_progress(nbytes: int, total: int) -> None:
-        nonlocal done_nbytes
+
+def tokenize_progress(ui: Ui) -> Callable[[int, int, int], None]:
+    """Return a callback that shows the progress of tokenizing, one bar per dataset.
+
+    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
+    of an interrupted run.
+    """
+    progress = ui.progress()
+    done_nbytes, shown_tokens = -1, ""
+
+    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
+        nonlocal done_nbytes, shown_tokens
         if done_nbytes < 0:
-            progress.begin("tokenize", total)
-            done_nbytes = 0
+            progress.begin("tokenize", total, nbytes)
+            done_nbytes = nbytes
+        tokens = _format_tokens(n_tokens)
+        if n_tokens and tokens != shown_tokens:
+            progress.note(tokens)
+            shown_tokens = tokens
         progress.advance(nbytes - done_nbytes)
         done_nbytes = nbytes
         if nbytes >= total:

@@ -16,14 +16,15 @@ class BadLines:
         count: Invalid records so far.
     """
 
-    def __init__(self, limit: int, note: Callable[[str], None]) -> None:
-        """Start at 0 invalid records.
+    def __init__(self, limit: int, note: Callable[[str], None], *, count: int = 0) -> None:
+        """Start at a number of invalid records.
 
         Args:
             limit: Records that may be invalid.
             note: Called with messages for the user.
+            count: Invalid records that an earlier run has reported.
         """
-        self._limit, self._note, self.count = limit, note, 0
+        self._limit, self._note, self.count = limit, note, count
 
     def __call__(self, error: PrepError) -> None:
         """Count an invalid record; raise PrepError if it is one more than the limit."""

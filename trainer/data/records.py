@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,13 @@ from trainer.data.bad_lines import BadLines
 from trainer.data.examples import Example, Segment
 from trainer.data.fields import ExampleBuilder
 from trainer.data.files import DataFile, changed_file_error, hash_file
+from trainer.data.read_position import FileStart
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, FileType
+
+FIRST_FILE = FileStart()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,14 @@ class RecordSettings:
 
 
 def read_examples(
-    files: Iterable[DataFile],
+    files: Sequence[DataFile],
     file_type: FileType,
     builder: ExampleBuilder,
     *,
     settings: RecordSettings,
     note: Callable[[str], None],
+    start: FileStart = FIRST_FILE,
+    on_file: Callable[[FileStart], None] = lambda start: None,
 ) -> Iterator[Example]:
     """Yield the examples of data files, in order and in bounded memory.
 
@@ -54,18 +59,22 @@ def read_examples(
         builder: Builds an example of each record.
         settings: Settings of reading.
         note: Called with messages about skipped records.
+        start: The first file to read, and the counts of those before it.
+        on_file: Called with each file before it is read.
 
     Raises:
         PrepError: A file is invalid, cannot be read, or changed since it was hashed, or more records are invalid than
             `bad_lines`.
     """
-    bad_lines = BadLines(settings.bad_lines, note)
+    bad_lines = BadLines(settings.bad_lines, note, count=start.n_bad_lines)
     options = ReadOptions(bad_lines, settings.ids_dtype)
-    n_documents = 0
-    for file in files:
+    n_examples, n_documents = start.n_examples, start.n_documents
+    for index, file in enumerate(files[start.file :], start.file):
+        on_file(FileStart(index, n_examples, n_documents, bad_lines.count))
         for piece in READERS[file_type].read(file, options):
             for example in _examples(piece, builder, settings, on_error=bad_lines):
                 yield example
+                n_examples += 1
                 n_documents += example.ends_document
                 if settings.limit and n_documents == settings.limit:
                     _check_unchanged(file)

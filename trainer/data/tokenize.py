@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from trainer.data import store
-from trainer.data.encode import write_examples
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, hash_file
+from trainer.data.fill_store import fill_store
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
 from trainer.data.readers import READERS
 from trainer.data.records import RecordSettings, read_examples
@@ -26,7 +27,7 @@ from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataTy
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
-TokenizeProgress = Callable[[int, int], None]  # bytes done, total bytes
+TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
 Note = Callable[[str], None]
 
 
@@ -75,7 +76,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
 
     Args:
         config: Files, tokenizer and cache.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user: which store is used, its size, and how many tokens are dropped.
 
     Raises:
@@ -190,28 +191,21 @@ def _build_store(
             return meta
 
         def fill(writer: TokenWriter) -> None:
-            examples = read_examples(files, file_type, builder, settings=settings, note=note)
-            count = _byte_counter(files, progress)
-            write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
-            if config.max_examples:
-                total_nbytes = sum(file.nbytes for file in files)
-                progress(total_nbytes, total_nbytes)  # the rest of the files is not read
+            if writer.n_tokens:
+                note(f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run")
+            read = partial(read_examples, files, file_type, builder, settings=settings, note=note)
+            total_nbytes = sum(file.nbytes for file in files)
+
+            def report(nbytes: int, n_tokens: int) -> None:
+                progress(nbytes, total_nbytes, n_tokens)
+
+            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
+            if writer.position.nbytes < total_nbytes:
+                report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
 
         dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
-
-
-def _byte_counter(files: Sequence[DataFile], progress: TokenizeProgress) -> Callable[[int], None]:
-    """Return a function that adds to the bytes done and reports them with those of all files."""
-    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
-
-    def add(nbytes: int) -> None:
-        nonlocal done_nbytes
-        done_nbytes += nbytes
-        progress(done_nbytes, total_nbytes)
-
-    return add
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:

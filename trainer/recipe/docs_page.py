@@ -110,7 +110,7 @@ def render_page() -> str:
             description = _table_description(recipe_schema, table) if table else recipe_schema["description"]
             parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
             current_table = table
-        parts.append(_key_row(key, name))
+        parts.append(_key_row(name, KEY_SCHEMAS[key]))
     optimizers = [OPTIMIZERS, *_optimizer_rows()]
     synonyms = [NAMES, *map(_synonym_row, SYNONYMS.items())]
     return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])

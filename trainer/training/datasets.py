@@ -38,7 +38,7 @@ def build_datasets(
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
     remote: RemoteFiles = NO_REMOTE_FILES,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
     """Tokenize the data of a recipe, or map the tokens that an earlier run made.
@@ -53,7 +53,7 @@ def build_datasets(
             tokens that the cache lacks, if the cache must not be written to.
         group: Processes of the job; None for one process.
         remote: Finds the data files of URLs.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
     Returns:

@@ -25,7 +25,7 @@ def config(tmp_path: Path) -> TokenizeConfig:
 def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, list[str]]:
     """Return the tokens and the notes."""
     notes: list[str] = []
-    return tokenize_files(config, progress=lambda done, total: None, note=notes.append), notes
+    return tokenize_files(config, progress=lambda *counts: None, note=notes.append), notes
 
 
 def test_bad_lines_up_to_the_limit_are_skipped_and_reported(config: TokenizeConfig, tmp_path: Path):

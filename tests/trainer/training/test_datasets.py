@@ -47,7 +47,7 @@ def load_datasets(folder: Path, config: dict[str, Any], *overrides: str, **chang
         model,
         manifest={"config": config},
         folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
-        progress=lambda done, total: None,
+        progress=lambda *counts: None,
         note=lambda text: None,
     )
 

@@ -54,7 +54,7 @@ def load_datasets(folder: Path, first: str = "", second: str = "", holdout: floa
         build_model(family_of(config), config, is_tied=False),
         manifest={"config": config},
         folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
-        progress=lambda done, total: None,
+        progress=lambda *counts: None,
         note=notes.append,
     )
     return datasets, notes
