@@ -324,4 +324,4 @@ def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
     (tmp_path / "data").mkdir()
     with pytest.raises(KeyboardInterrupt):
         build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
-    assert kept_note(tmp_path) == f"kept in {tmp_path}: a part of the tokens"
+    assert kept_note(LocalRun(tmp_path)) == f"kept in {tmp_path}: a part of the tokens"
