@@ -46,8 +46,12 @@ class SampleOrder:
         if self.shuffle:
             for epoch in np.unique(epochs):
                 in_epoch = epochs == epoch
-                rows[in_epoch] = permute(rows[in_epoch], self.n_rows, _round_keys(self.seed, int(epoch)))
+                rows[in_epoch] = permute(rows[in_epoch], self.n_rows, round_keys(f"order {self.seed} {epoch}"))
         return rows
+
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step."""
+        return (step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)) // self.n_rows
 
     @property
     def steps_per_epoch(self) -> float:
@@ -60,8 +64,9 @@ class SampleOrder:
         return max(1, math.ceil(exact))
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(f"order {seed} {epoch} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
+def round_keys(name: str) -> list[int]:
+    """Return the round keys of the permutation with this name."""
+    return [xxhash.xxh3_64_intdigest(f"{name} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
 
 
 def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:
