@@ -11,17 +11,22 @@ from typing import Any
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
+from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
 from trainer.data.seq2seq import seq2seq_dataset
+from trainer.data.span_corruption import SpanCorruptionDataset, SpecialIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
 from trainer.recipe.field_checks import check_source_length
 from trainer.recipe.field_grammar import parse_fields
+from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Data
+from trainer.recipe.text_fields import CONCATENATED
 from trainer.training.shared_tokens import tokenize_in_group
 
 CHAT = "chat"
@@ -73,7 +78,15 @@ def build_datasets(
         PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
     """
     config = _tokenize_config(recipe.data, model, manifest["config"], folders=folders)
-    make_dataset = partial(_build_dataset, config=config, data=recipe.data, model_config=manifest["config"])
+    special_ids = _span_special_ids(recipe.data, config, manifest["config"])
+    make_dataset = partial(
+        _build_dataset,
+        config=config,
+        recipe=recipe,
+        model_config=manifest["config"],
+        special_ids=special_ids,
+        note=note,
+    )
     tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
     if config.examples.has_encoder:
         decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
@@ -96,19 +109,33 @@ def build_datasets(
 def _tokenize_config(
     data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, folders: Mapping[str, Path]
 ) -> TokenizeConfig:
+    _check_packing(data, model)
     tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
+    is_corrupted = data.objective == SPAN_CORRUPTION
     return TokenizeConfig(
         type=data.type,
         paths=data.path,
         examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
-        seq_length=data.seq_length,
+        seq_length=recipe_span_sizes(data).block_length if is_corrupted else data.seq_length,
         tokenizer=tokenizer,
         vocab=model.true_vocab_size,
         cache=Path(data.cache) if data.cache else folders["cache"],
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         max_examples=data.max_examples,
+        has_blocks=data.packing == CONCATENATED,
     )
+
+
+def _check_packing(data: Data, model: ModelSpec) -> None:
+    """Raise UsageError if the model cannot train on the sequences of the data."""
+    has_encoder, name = model.arch_config.encoder is not None, model.family.name
+    if has_encoder and data.packing != CONCATENATED:
+        why = f"{name} has an encoder: each pair of a source and a target is a sequence of its own"
+        raise usage_error(f'`data.packing` is "{data.packing}"', why, "remove it")
+    if data.objective == SPAN_CORRUPTION and not has_encoder:
+        why = f"{name} has no encoder to read the text without the spans"
+        raise usage_error(f'`data.objective` is "{data.objective}"', why, "remove it, or a model such as T5")
 
 
 def _example_settings(
@@ -124,7 +151,7 @@ def _example_settings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
         chat_template=load_chat_template(tokenizer) if is_chat else None,
-        has_encoder=model.arch_config.encoder is not None,
+        has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
         add_bos=data.add_bos,
@@ -134,24 +161,73 @@ def _example_settings(
         subfield_separator=data.subfield_separator,
     )
     _check_special_ids(data, settings, model.true_vocab_size)
-    _check_encoder(data, settings, model.family.name)
+    if data.objective != SPAN_CORRUPTION:
+        _check_encoder(data, settings, model.family.name)
     if not is_chat:
         compile_fields(settings, vocab=model.true_vocab_size)  # fails before all files are read
     return settings
 
 
 def _build_dataset(
-    tokens: MappedTokens, *, config: TokenizeConfig, data: Data, model_config: Mapping[str, Any]
+    tokens: MappedTokens,
+    *,
+    config: TokenizeConfig,
+    recipe: Recipe,
+    model_config: Mapping[str, Any],
+    special_ids: SpecialIds | None,
+    note: Callable[[str], None],
 ) -> Dataset:
+    """Return the dataset of a store; `special_ids` are those of span corruption."""
     settings = config.examples
-    if not settings.has_encoder:
-        first_input = settings.bos_id if data.always_start_with_bos else None
+    if special_ids is not None:
+        return _span_corruption_dataset(tokens, recipe, special_ids)
+    if settings.has_encoder:
+        start_id = decoder_start_token_id(model_config, config.vocab)
+        return seq2seq_dataset(tokens, config.source_length, decoder_start_id=start_id, eos_id=settings.end_id)
+    first_input = settings.bos_id if recipe.data.always_start_with_bos else None
+    if config.has_blocks:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
-    return seq2seq_dataset(
+    dataset = document_dataset(tokens, recipe.data.packing, first_input=first_input)
+    if dataset.rows.lengths.max() == 1:
+        raise PrepError("the data has no token to train on", "each document has one token, which no token precedes")
+    note(_packing_summary(dataset))
+    return dataset
+
+
+def _packing_summary(dataset: DocumentDataset) -> str:
+    places = f"{100 * dataset.rows.efficiency:.2f} % of their places have a token"
+    return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
+
+
+def _span_corruption_dataset(tokens: MappedTokens, recipe: Recipe, special_ids: SpecialIds) -> Dataset:
+    sizes = recipe_span_sizes(recipe.data)
+    return SpanCorruptionDataset(
         tokens,
-        config.source_length,
-        decoder_start_id=decoder_start_token_id(model_config, config.vocab),
-        eos_id=settings.end_id,
+        sizes,
+        special_ids,
+        source_length=recipe.data.source_length or sizes.source_length,
+        seq_length=recipe.data.seq_length,
+        seed=recipe.seed,
+        first_row=0,
+        n_rows=tokens.n_blocks,
+    )
+
+
+def _span_special_ids(data: Data, config: TokenizeConfig, model_config: Mapping[str, Any]) -> SpecialIds | None:
+    """Return the token ids that span corruption adds; None for another objective.
+
+    Raises:
+        PrepError: The model or its tokenizer lacks one of them.
+    """
+    if data.objective != SPAN_CORRUPTION:
+        return None
+    eos_id = config.examples.eos_id
+    if eos_id is None:
+        raise PrepError("config.json has no eos_token_id", "span corruption ends each source and target with it")
+    return SpecialIds(
+        sentinel_ids(load_tokenizer(config.tokenizer), recipe_span_sizes(data).n_spans, config.vocab),
+        eos=eos_id,
+        decoder_start=decoder_start_token_id(model_config, config.vocab),
     )
 
 
@@ -181,8 +257,8 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         hint = "`data.source_prefix`" if key == "prepend_text" else "remove it"
         raise usage_error(f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint)
     if not (settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)):
-        why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
-        hint = '`type = "json"` and `fields = "[article], summary"`'
+        why = "it trains on pairs of a source and a target, or on text by span corruption"
+        hint = '`type = "json"` and `fields = "[article], summary"`, or `objective = "span_corruption"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
     check_source_length(data, has_encoder=True)
 
