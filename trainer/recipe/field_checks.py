@@ -11,7 +11,7 @@ from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Recipe, value_of
-from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
+from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
@@ -35,6 +35,16 @@ def check_source_length(data: Data, *, has_encoder: bool) -> None:
     if data.fields_from_example is not None or (data.fields and parse_fields(data.fields).source):
         why = "the model has an encoder, which reads at most that number of tokens of a source"
         raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+
+
+def check_packing(data: Data, *, has_encoder: bool) -> None:
+    """Raise UsageError if a model with or without an encoder cannot train on the sequences of the data."""
+    if has_encoder and data.packing != CONCATENATED:
+        why = "the model has an encoder: each pair of a source and a target is a sequence of its own"
+        raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
+    if data.objective == SPAN_CORRUPTION and not has_encoder:
+        why = "the model has no encoder to read the text without the spans"
+        raise usage_error(f"`data.objective` is {format_value(data.objective)}", why, "remove it, or take a T5 model")
 
 
 def _column_problems(recipe: Recipe) -> Iterator[Problem]:

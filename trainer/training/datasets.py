@@ -22,7 +22,7 @@ from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
-from trainer.recipe.field_checks import check_source_length
+from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Data
@@ -109,7 +109,7 @@ def build_datasets(
 def _tokenize_config(
     data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, folders: Mapping[str, Path]
 ) -> TokenizeConfig:
-    _check_packing(data, model)
+    check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
     is_corrupted = data.objective == SPAN_CORRUPTION
     return TokenizeConfig(
@@ -125,17 +125,6 @@ def _tokenize_config(
         max_examples=data.max_examples,
         has_blocks=data.packing == CONCATENATED,
     )
-
-
-def _check_packing(data: Data, model: ModelSpec) -> None:
-    """Raise UsageError if the model cannot train on the sequences of the data."""
-    has_encoder, name = model.arch_config.encoder is not None, model.family.name
-    if has_encoder and data.packing != CONCATENATED:
-        why = f"{name} has an encoder: each pair of a source and a target is a sequence of its own"
-        raise usage_error(f'`data.packing` is "{data.packing}"', why, "remove it")
-    if data.objective == SPAN_CORRUPTION and not has_encoder:
-        why = f"{name} has no encoder to read the text without the spans"
-        raise usage_error(f'`data.objective` is "{data.objective}"', why, "remove it, or a model such as T5")
 
 
 def _example_settings(
