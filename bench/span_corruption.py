@@ -1,6 +1,6 @@
 """Pretrain a tiny T5 by span corruption on prep's own documentation, and print the loss curve.
 
-    python -m bench.span_corruption --work FOLDER [--steps 600]
+    python -m bench.span_corruption --work FOLDER [--steps 300]
 
 Needs the `parity` extra: transformers creates the initial weights. The last tenth of the text is held out; its spans
 are the same in every evaluation. For comparison, the loss of a model that predicts each token of a target by its
@@ -26,6 +26,8 @@ CONFIG = {
     "d_ff": 256,
     "num_layers": 2,
     "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
     "decoder_start_token_id": 0,
     "pad_token_id": 0,
     "eos_token_id": 1,
@@ -85,7 +87,7 @@ def main() -> None:
     """Train, and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     work = options.work
     texts = write_corpus(work / "corpus")
