@@ -16,7 +16,7 @@ The parts, in the order in which data passes through them:
    run continues it.
 7. `tokenize` connects these parts and looks in the cache first. The identity of a store is a digest of everything that
    changes its bytes.
-8. `packing` and `seq2seq` are datasets: they return any rows of a store as arrays, without iterator state. The loss
-   weight of a position is that of its target token. `order` gives the rows of each step, `mixing` those of several
-   sources.
+8. `packing`, `packed_documents`, `seq2seq` and `span_corruption` are datasets: they return any rows of a store as
+   arrays, without iterator state. The loss weight of a position is that of its target token. `order` gives the rows of
+   each step, and their epochs; `mixing` does so for several sources.
 """

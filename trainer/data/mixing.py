@@ -157,6 +157,11 @@ class MixedOrder:
             first_row += n_rows
         return rows
 
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step in its source."""
+        sources, indices = self.mixture.locate(step * self.batch_size + np.arange(self.batch_size, dtype=np.int64))
+        return indices // np.array(self.source_rows, np.int64)[sources]
+
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that take `epochs` times the rows of all sources, at least 1."""
         return steps_for_rows(epochs, self.n_rows, self.batch_size)
@@ -196,7 +201,7 @@ class ConcatenatedDataset:
         """Length and dtype of each array of a row, by name."""
         return next(iter(self.parts.values())).columns
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return the columns of rows, as `Dataset.get_batch` does."""
         indices = check_rows(rows, self.n_rows)
         batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in self.columns.items()}
@@ -204,6 +209,7 @@ class ConcatenatedDataset:
         for part, (first, end) in zip(self.parts.values(), bounds):
             mask = (indices >= first) & (indices < end)
             if mask.any():
-                for name, array in part.get_batch(indices[mask] - first).items():
+                part_epochs = None if epochs is None else np.asarray(epochs)[mask]
+                for name, array in part.get_batch(indices[mask] - first, part_epochs).items():
                     batch[name][mask] = array
         return batch

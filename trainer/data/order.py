@@ -45,6 +45,10 @@ class SampleOrder:
         positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
         return permute_epochs(positions, self.n_rows, str(self.seed) if self.shuffle else None)
 
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step."""
+        return (step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)) // self.n_rows
+
     @property
     def steps_per_epoch(self) -> float:
         """Steps of one pass over the rows."""
@@ -77,6 +81,10 @@ class RowOrder(Protocol):
         """Return the rows of a step, or those at some positions of its batch."""
         ...
 
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step."""
+        ...
+
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover a number of epochs, at least 1."""
         ...
@@ -99,12 +107,13 @@ def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int6
     epochs, rows = np.divmod(positions, n_rows)
     for epoch in np.unique(epochs) if seed is not None else ():
         in_epoch = epochs == epoch
-        rows[in_epoch] = permute(rows[in_epoch], n_rows, _round_keys(seed, int(epoch)))
+        rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {seed} {epoch}"))
     return rows
 
 
-def _round_keys(seed: str | None, epoch: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(f"order {seed} {epoch} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
+def round_keys(name: str) -> list[int]:
+    """Return the round keys of the permutation with this name."""
+    return [xxhash.xxh3_64_intdigest(f"{name} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
 
 
 def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:

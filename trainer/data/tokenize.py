@@ -50,6 +50,7 @@ class TokenizeConfig:
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
         remote: Finds the files of URLs.
+        has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
     """
 
     type: DataType
@@ -66,6 +67,7 @@ class TokenizeConfig:
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
     remote: RemoteFiles = NO_REMOTE_FILES
+    has_blocks: bool = True
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -135,11 +137,13 @@ def _map_tokens(
 ) -> store.MappedTokens:
     """Map a store; raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
-    has_encoder = config.examples.has_encoder
-    _check_has_pairs(meta) if has_encoder else _check_has_block(meta, config.seq_length)
+    if config.examples.has_encoder:
+        _check_has_pairs(meta)
+    else:
+        _check_has_block(meta, config.seq_length) if config.has_blocks else _check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
-    note(_seq2seq_summary(tokens, config.source_length) if has_encoder else _packed_summary(tokens))
+    note(_summary(tokens, config))
     return tokens
 
 
@@ -229,19 +233,30 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
+def _check_has_token(meta: store.StoreMeta) -> None:
+    if not meta.n_tokens:
+        raise PrepError("the data has no token", "all its documents are empty", "another `data.path`")
+
+
 def _check_has_loss(tokens: store.MappedTokens) -> None:
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         raise PrepError("the data has no token to train on", why, "another `data.fields`")
 
 
-def _packed_summary(tokens: store.MappedTokens) -> str:
-    n_dropped = tokens.n_tokens % tokens.seq_length
+def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+    if config.examples.has_encoder:
+        return _seq2seq_summary(tokens, config.source_length)
     size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
     if tokens.weights is not None:
         size += f", {100 * tokens.weights.mean():.0f} % with loss"
+    return f"{size}: {_block_summary(tokens)}" if config.has_blocks else size
+
+
+def _block_summary(tokens: store.MappedTokens) -> str:
+    n_dropped = tokens.n_tokens % tokens.seq_length
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
+    return f"{blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:

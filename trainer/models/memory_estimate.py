@@ -11,7 +11,8 @@ At its peak a step needs
     gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
                          the gathered parameters, float32: 4 bytes per parameter of the whole model each
-    batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
+    batch                token ids, targets and weights of all micro-batches, segment ids and positions of packed
+                         documents, and ids and weights of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
       one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
@@ -149,8 +150,9 @@ def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _batch_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of a step's batch: token ids, targets and weights, and ids and weights of sources."""
-    num_bytes = FLOAT32 * (3 * inputs.seq_length + 2 * inputs.source_length)
+    """Return the bytes of a step's batch: the columns of its sequences and of their sources."""
+    num_columns = 5 if inputs.has_segments else 3
+    num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
     return inputs.accumulate * inputs.local_batch_size * num_bytes
 
 

@@ -55,6 +55,7 @@ class MemoryInputs:
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.
         source_length: Tokens of a source; 0 without an encoder.
+        has_segments: Whether sequences have segment ids and positions, because documents share them.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         offload: "residuals" if the inputs of layers are saved in host memory, or "none".
@@ -80,6 +81,7 @@ class MemoryInputs:
     micro_batch_size: int
     seq_length: int
     source_length: int = 0
+    has_segments: bool = False
     itemsize: int = FLOAT32
     remat_policy: RematPolicy = REMAT_NONE
     offload: str = OFFLOAD_NONE

@@ -24,7 +24,16 @@ from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
 from trainer.nn import layer_stack, lm_head
 from trainer.nn.attention import project_kv
-from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
+from trainer.nn.attention_mask import (
+    KV,
+    KV_CACHE_DIMS,
+    AttentionMask,
+    CosSin,
+    EncoderOutput,
+    KVCache,
+    Segments,
+    causal_mask,
+)
 from trainer.nn.block import block
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, Stack
@@ -114,6 +123,7 @@ def hidden_states(
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
     *,
+    segments: Segments | None = None,
     dropout: Dropout | None = None,
 ) -> Array:
     """Run the decoder on whole sequences with a causal mask.
@@ -124,6 +134,7 @@ def hidden_states(
         model: The model.
         forward_config: Execution options.
         encoder_output: Hidden states of the source; required if the model has an encoder.
+        segments: The documents of packed rows, in the same order as `tokens`; None if a row is one document.
         dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
 
     Returns:
@@ -138,18 +149,21 @@ def hidden_states(
         raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
-    x, mask = embed_tokens(params, tokens, model, forward_config), causal_mask(positions)
+    segment_positions = None if segments is None else segments.positions
+    x = embed_tokens(params, tokens, model, forward_config, segment_positions)
+    mask = causal_mask(positions, segments)
+    rotary_positions = positions if segment_positions is None else segment_positions
     if dropout is not None:
         dropout = dropout.for_stack(Stack.DECODER)
         x = dropout.drop_embedding(x, positions)
-        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions))
+        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions, segment_positions))
     return run_decoder(
         params,
         x,
         model=model,
         forward_config=forward_config,
         mask=mask,
-        cos_sin_by_rope={rope: rotary_cos_sin(rope, positions) for rope in arch_config.ropes},
+        cos_sin_by_rope={rope: rotary_cos_sin(rope, rotary_positions) for rope in arch_config.ropes},
         encoder_output=encoder_output,
         dropout=dropout,
     )[0]
@@ -296,8 +310,9 @@ def loss_sums(
     Args:
         params: Parameters of the model.
         batch: `tokens` and `targets` int32 [B, T] and `weights` float32 [B, T], 0 for a token without a target. For
-            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. Columns are in the
-            `token_order` of the mesh.
+            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. For packed
+            documents also `segment_ids` and `positions`, as in `Segments`. Columns are in the `token_order` of the
+            mesh.
         model: The model.
         forward_config: Execution options.
         loss_terms: Terms of the loss besides the cross entropy.
@@ -339,7 +354,10 @@ def _hidden_states_of_batch(
     if model.arch_config.encoder is not None:
         source_mask = batch["present"] != 0
         encoder_output = encode(params, batch["source"], model, forward_config, source_mask, dropout=dropout)
-    x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output, dropout=dropout)
+    segments = Segments(batch["segment_ids"], batch["positions"]) if "segment_ids" in batch else None
+    x = hidden_states(
+        params, batch["tokens"], model, forward_config, encoder_output, segments=segments, dropout=dropout
+    )
     return forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
 
 

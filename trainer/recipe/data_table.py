@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -15,7 +15,7 @@ from trainer.recipe.key_types import (
     UnitInterval,
     if_absent,
 )
-from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype, Objective, Packing
 
 
 class Data(BaseModel):
@@ -112,7 +112,8 @@ class Data(BaseModel):
     )
     always_start_with_bos: bool = Field(
         default=False,
-        description="replace the first input token of each sequence by the beginning-of-sequence token; targets stay",
+        description="replace the first input token of each sequence, or of each of its documents with `packing` "
+        "documents, by the beginning-of-sequence token; targets stay",
         examples=[True],
     )
     max_examples: NonNegativeInt = Field(
@@ -142,10 +143,27 @@ class Data(BaseModel):
         description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
         examples=[1024],
     )
-    packing: Literal["concatenate"] = Field(
+    packing: Packing = Field(
         default="concatenate",
-        description="concatenate all documents and cut them into sequences; the remainder is dropped. With an "
-        "encoder, each pair of source and target is a sequence of its own",
+        description="concatenate: all documents are concatenated and cut into sequences; the remainder is dropped. "
+        "documents: whole documents share a sequence, and none attends to another. none: each document is a sequence "
+        "of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of source and "
+        "target is a sequence of its own",
+        examples=["documents"],
+    )
+    objective: Objective = Field(
+        default="next_token",
+        description="next_token: predict each token from those before it, and from the source; span_corruption: an "
+        "encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
+        examples=["span_corruption"],
+    )
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.15,
+        description="fraction of the tokens of a block that span corruption moves to the target",
+        examples=[0.15],
+    )
+    mean_noise_span_length: Annotated[float, Field(ge=1)] = Field(
+        default=3.0, description="mean tokens of a span of span corruption", examples=[3.0]
     )
     holdout: UnitInterval = Field(
         default=0.0,

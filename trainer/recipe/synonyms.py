@@ -75,7 +75,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "block_size", "seq_len", "seq_length", "sequence_length", "max_length", "max_seq_length", "max_seq_len",
         "max_target_length", "max_tgt_len", "context_length", "context_size", "n_ctx", "decoder_max_length",
     ),
-    "data.packing": ("packing_strategy", "group_texts"),
+    "data.packing": ("packing_strategy", "group_texts", "sample_packing", "pack_sequences", "pad_to_max_length"),
+    "data.objective": ("task", "pretraining_objective", "denoising", "mlm"),
+    "data.noise_density": ("mlm_probability", "noise_ratio", "corruption_rate"),
+    "data.mean_noise_span_length": ("mean_span_length", "mean_length_of_spans"),
     "data.holdout": ("validation_split", "validation_split_percentage", "val_split", "test_size", "eval_ratio"),
     "data.eval_path": (
         "validation_file", "validation_files", "eval_file", "eval_data", "eval_dataset", "eval_dataset.path",

@@ -12,4 +12,8 @@ IdsDtype = Literal["uint16", "uint32", "int32", "int64"]  # of token ids in file
 DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
 # Default of `data.fields` of each type that has columns, or may have some.
 DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(("auto", "json", "csv", "parquet", "arrow"), "text")
+Packing = Literal["concatenate", "documents", "none"]
+SEGMENTED: Packing = "documents"  # sequences have segment ids and positions
+CONCATENATED: Packing = "concatenate"
+Objective = Literal["next_token", "span_corruption"]
 FORMAT_FIELDS: Mapping[str, str] = {"prompt_completion": "[prompt], completion", "chat": "messages"}

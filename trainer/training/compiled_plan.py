@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trainer.data.packing import ColumnSpecs, packed_columns
+from trainer.data.packed_documents import document_columns
+from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import make_sharding_context
@@ -22,10 +23,9 @@ from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
-from trainer.planning.step_inputs import run_dropout
+from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
 from trainer.training.setup import (
@@ -86,7 +86,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
         device=device,
     )
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
-    batch = column_shapes(_columns(recipe.data), shape.size, sharding)
+    batch = column_shapes(_columns(recipe), shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices")
 
 
@@ -99,11 +99,11 @@ def _lora_entry(recipe: Recipe) -> dict[str, Any]:
     return {} if lora is None else {"lora": asdict(lora)}
 
 
-def _columns(data: Data) -> ColumnSpecs:
+def _columns(recipe: Recipe) -> ColumnSpecs:
     """Return length and dtype of each array of a training row."""
-    return (
-        seq2seq_columns(data.source_length, data.seq_length) if data.source_length else packed_columns(data.seq_length)
-    )
+    if recipe.data.source_length:
+        return seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
+    return document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
 
 
 def main() -> None:

@@ -170,7 +170,7 @@ class Loop:
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
-            batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
+            batch = self._load_batch()
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
@@ -188,6 +188,11 @@ class Loop:
         if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
             return f"--stop-after {self.job.stop_after}"
         return self.stop_signals.reason()
+
+    def _load_batch(self) -> dict[str, Array]:
+        """Load the batch of the next step."""
+        order, sharding = self.job.order, self.job.setup.sharding
+        return load_batch(self.job.train, order.rows(self.step), sharding, epochs=order.epochs(self.step))
 
     def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
         """Compile the training step for the state's shardings; the state is donated."""

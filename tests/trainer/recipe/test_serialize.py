@@ -23,6 +23,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
+    *("objective", "noise_density", "mean_noise_span_length"),
 )
 ADDED_TABLES = ("loss", "log", "lora")
 CHANGED_DEFAULTS = {  # text now, the text in the digests, and the recipes that have it
@@ -79,6 +80,9 @@ source_prefix = "summarize: "
 # tokenizer: the model's tokenizer              # default
 seq_length = 128
 packing = "concatenate"                         # default
+objective = "next_token"                        # default
+noise_density = 0.15                            # default
+mean_noise_span_length = 3.0                    # default
 holdout = 0.0                                   # default
 eval_path = "data/validation.jsonl"
 # eval_split: the sequences of `holdout`        # default
