@@ -43,6 +43,10 @@ class Codec(Protocol):
         """Return the text of a token; None for an id that the tokenizer lacks."""
         ...
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the tokenizer lacks it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FastCodec:
@@ -75,6 +79,10 @@ class FastCodec:
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
         return self.tokenizer.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token."""
+        return self.tokenizer.token_to_id(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,11 @@ class SentencePieceCodec:
         """Return the text of a token."""
         return self.processor.id_to_piece(token_id) if token_id <= self.max_id else None
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; the library has the id of the unknown token for one that it lacks."""
+        token_id = self.processor.piece_to_id(token)
+        return None if token_id == self.processor.unk_id() else token_id
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersCodec:
@@ -152,6 +165,10 @@ class TransformersCodec:
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
         return self.tokenizer.convert_ids_to_tokens(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token."""
+        return self.tokenizer.get_vocab().get(token)
 
 
 def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) -> SentencePieceCodec:

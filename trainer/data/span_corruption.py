@@ -146,7 +146,7 @@ def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Arr
     """
     ids: list[int] = []
     for name in (f"<extra_id_{i}>" for i in range(n_spans)):
-        token_id = tokenizer.tokenizer.token_to_id(name)
+        token_id = tokenizer.codec.token_id(name)
         if token_id is None:
             why = f"span corruption has {n_spans:,} spans per sequence, and a sentinel token for each"
             hint = "a smaller `data.source_length`, or `--set data.tokenizer=PATH` with the tokenizer of a T5 model"
