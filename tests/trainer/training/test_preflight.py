@@ -54,7 +54,7 @@ def load_test_recipe(*overrides: str) -> Recipe:
         (["data.path=[train.txt, empty.txt]"], "no data in `[train.txt, empty.txt]`"),
         (['data.path=["train.txt", "empty.txt"]'], "empty.txt is empty"),
         (["data.tokenizer=nowhere"], "no tokenizer at nowhere"),
-        (["data.tokenizer=."], ". has no tokenizer.json"),
+        (["data.tokenizer=."], ". has no tokenizer"),
     ],
 )
 def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
