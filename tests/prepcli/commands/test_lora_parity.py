@@ -136,7 +136,7 @@ def test_loss_and_gradients_equal_those_of_peft(case: str, modules: dict[str, li
 
 @pytest.mark.parametrize("config", slow_except([LLAMA, GPT2], [GPT2]), ids=lambda config: config["model_type"])
 def test_trained_adapter_has_equal_logits_in_peft(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.prepcli.commands.test_train.LLAMA", config)
+    monkeypatch.setattr("tests.helpers.training_folder.LLAMA", config)
     make_training_folder()
     lora = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.o", "mlp.down"]\n'
     Path("recipe.toml").write_text(Path("recipe.toml").read_text().replace("tiny-init", "tiny") + lora)

@@ -176,9 +176,9 @@ def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: py
 def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
-    code, what, *_ = train_error(capsys)
-    assert code == FAILED
-    assert "tokenizer.json" in what
+    code, what, why, _ = train_error(capsys)
+    assert (code, what) == (FAILED, "tiny-init/hf has no tokenizer")
+    assert "looked for tokenizer.json, " in why
 
 
 def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -58,7 +58,7 @@ def load_test_recipe(*overrides: str) -> Recipe:
         (["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'], "the type of recipe.toml is unknown"),
         (["data.eval_split=test"], "`data.eval_split` is 'test'"),
         (["data.tokenizer=nowhere"], "no tokenizer at nowhere"),
-        (["data.tokenizer=."], ". has no tokenizer.json"),
+        (["data.tokenizer=."], ". has no tokenizer"),
     ],
 )
 def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
