@@ -104,7 +104,7 @@ def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Itera
 
 
 def storage_s(options: argparse.Namespace, nbytes: float, num_hosts: int) -> float:
-    """Return the seconds that a number of hosts need for bytes of storage, divided equally."""
+    """Return the seconds needed by a number of hosts for bytes of storage, divided equally."""
     return nbytes / GB / min(options.total_gb_s, options.store_gb_s * num_hosts)
 
 

@@ -102,7 +102,7 @@ def compression_line(compression: Mapping[str, Any]) -> str:
 
 
 def dry_run_line(plan: Plan, out: Path) -> str:
-    """Describe the output that a plan would write."""
+    """Describe the output of a plan."""
     dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (

@@ -99,7 +99,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _base_name(manifest: Mapping[str, Any]) -> str:
-    """Return the name of the checkpoint that the adapters belong to."""
+    """Return the name of the adapters' checkpoint."""
     base = manifest.get("base")
     if not isinstance(base, dict) or not isinstance(base.get("name"), str):
         raise PrepError("the manifest does not name the base of the adapters", "`base` is missing")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def kept_note(place: RunPlace) -> str:
-    """Describe the data of a run that the next start uses; empty if there is none."""
+    """Describe the data of a run for the next start; empty if there is none."""
     kept = {place.name: [f"step {step}" for step in place.known_steps()[-1:]]}
     stores = [path for path in (place.local_folder / TOKENS_FOLDER).glob("*") if path.is_dir()]
     if any(not path.name.endswith(".partial") for path in stores):

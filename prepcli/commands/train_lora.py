@@ -27,7 +27,7 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 def with_adapters(
     start: StartCheckpoint, table: Lora, place: RunPlace, *, last_step: int, verify: bool
 ) -> StartCheckpoint:
-    """Return a start checkpoint with the adapters that a run trains.
+    """Return a start checkpoint with the trained adapters of a run.
 
     Args:
         start: Checkpoint of the frozen parameters.

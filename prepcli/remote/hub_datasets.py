@@ -87,7 +87,7 @@ def _choose(dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted:
 
 
 def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the configurations that a README lists."""
+    """Return the configurations in a README."""
     tables = metadata.get("configs")
     return [item for item in tables if isinstance(item, dict) and item.get("config_name")] if tables else []
 
@@ -95,7 +95,7 @@ def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _listed_configs(
     metadata: Mapping[str, Any], names: Sequence[str], accepts: Callable[[str], bool]
 ) -> dict[str, Splits]:
-    """Return the files of the configurations that a README lists, by name and split."""
+    """Return the files of the configurations in a README, by name and split."""
     configs: dict[str, Splits] = {}
     for item in _tables(metadata):
         folder = str(item.get("data_dir") or "").strip("/")

@@ -32,7 +32,7 @@ COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "sc
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """A model that a run starts from without an Orbax checkpoint of prep.
+    """The start model of a run without an Orbax checkpoint of prep.
 
     Attributes:
         manifest: The manifest that an init of the model would have.

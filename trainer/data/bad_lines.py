@@ -1,4 +1,4 @@
-"""A limit on the invalid lines of a dataset that are skipped."""
+"""A limit on the skipped invalid lines of a dataset."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Codec(Protocol):
         ...
 
     def token(self, token_id: int) -> str | None:
-        """Return the text of a token; None for an id that the tokenizer lacks."""
+        """Return the text of a token; None for an unknown id."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -126,7 +126,7 @@ class SentencePieceCodec:
         return self.processor.id_to_piece(token_id) if token_id <= self.max_id else None
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token; the library has the id of the unknown token for one that it lacks."""
+        """Return the id of a token; the library has the id of the unknown token for an unknown one."""
         token_id = self.processor.piece_to_id(token)
         return None if token_id == self.processor.unk_id() else token_id
 

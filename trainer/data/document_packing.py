@@ -27,7 +27,7 @@ class PackedRows:
         starts: First token of each piece in the store, int64; the pieces of a row are in the order of the data.
         lengths: Tokens of each piece, int32, at least 1.
         ends: End of each row in `starts` and `lengths`, int64.
-        seq_length: Tokens that a row has room for.
+        seq_length: Length of a row in tokens.
     """
 
     starts: Int64Array
@@ -42,7 +42,7 @@ class PackedRows:
 
     @property
     def efficiency(self) -> float:
-        """Fraction of the places of all rows that have a token."""
+        """Fraction of the places with a token, of all rows."""
         return int(self.lengths.sum(dtype=np.int64)) / (self.n_rows * self.seq_length)
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
@@ -57,8 +57,8 @@ def pack_documents(ends: npt.NDArray[np.uint64], seq_length: int, *, window: int
 
     Args:
         ends: End of each document, in tokens.
-        seq_length: Tokens that a row has room for.
-        window: Consecutive pieces that are packed together.
+        seq_length: Length of a row in tokens.
+        window: Number of consecutive pieces to pack together.
     """
     starts, lengths = cut_documents(ends, seq_length)
     order, row_ends = np.empty(len(starts), np.int64), [np.empty(0, np.int64)]

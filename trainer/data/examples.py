@@ -13,7 +13,7 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a document that is tokenized by itself.
+    """A separately tokenized part of a document.
 
     Attributes:
         content: A text, or token ids that are stored as they are.

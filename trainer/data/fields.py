@@ -37,7 +37,7 @@ class ExampleBuilder(Protocol):
 
 
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
-    """Return the builder of the examples that the settings describe.
+    """Return the builder of the examples of the settings.
 
     Args:
         settings: The settings.

@@ -43,7 +43,7 @@ class DocumentDataset:
 
     @property
     def seq_length(self) -> int:
-        """Tokens that a row has room for."""
+        """Length of a row in tokens."""
         return self.rows.seq_length
 
     @property

@@ -109,7 +109,7 @@ class PackedDataset:
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
     def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the blocks of the rows that are not padding, of an array with one value per token."""
+        """Return the blocks of the rows besides padding, of an array with one value per token."""
         blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         return blocks[self.first_row + indices[indices >= 0]]
 

@@ -15,7 +15,7 @@ class FileStart:
         file: Index of the file.
         n_examples: Examples of the files before it.
         n_documents: Documents of the files before it, of a source and a target one.
-        n_bad_lines: Invalid records of the files before it, which are skipped.
+        n_bad_lines: Skipped invalid records of the files before it.
     """
 
     file: int = 0

@@ -45,9 +45,9 @@ class SpanCorruptionDataset:
     Attributes:
         tokens: The token store; its `seq_length` is the length of a block.
         sizes: Numbers of tokens of each block.
-        special_ids: The ids that are added.
-        source_length: Tokens that a source has room for.
-        seq_length: Tokens that a target has room for.
+        special_ids: The added ids.
+        source_length: Maximum length of a source.
+        seq_length: Maximum length of a target.
         seed: Seed of the spans.
         first_row: Index in the store of the first block.
         n_rows: Number of blocks.

@@ -30,7 +30,7 @@ class SavedState:
 
     Attributes:
         meta: Counts and digests of the store.
-        position: The examples that it has.
+        position: Its examples.
     """
 
     meta: StoreMeta

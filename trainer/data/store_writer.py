@@ -59,7 +59,7 @@ class TokenWriter:
         n_tokens: Ids so far.
         n_documents: Documents so far.
         max_id: Largest id so far; -1 for none.
-        position: The examples that the store has.
+        position: Position after the examples of the store.
     """
 
     def __init__(self, files: Mapping[str, BinaryIO], restored: RestoredFiles, journal: StoreJournal) -> None:
@@ -193,7 +193,7 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
     Args:
         folder: Folder of the store; its name is the identity.
         dtype: Dtype of the ids.
-        fill: Appends the ids that the store lacks to the writer.
+        fill: Appends the missing ids to the writer.
         has_weights: Whether the store has loss weights.
 
     Raises:

@@ -118,7 +118,7 @@ def make_order(datasets: Datasets, batch_size: int, *, seed: int, shuffle: bool)
 
 
 def tokens_by_source(order: RowOrder, train: Dataset, step: int, *, tokens_per_row: int) -> dict[str, int]:
-    """Return the tokens that the first steps took of each source, by metric name; empty without a mixture."""
+    """Return the tokens of each source in the first steps, by metric name; empty without a mixture."""
     if not isinstance(order, MixedOrder) or not isinstance(train, ConcatenatedDataset):
         return {}
     counts = order.source_counts(step)

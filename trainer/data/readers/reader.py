@@ -115,7 +115,7 @@ class Reader:
     """The function that reads data files of one type, and their suffixes.
 
     Attributes:
-        suffixes: Suffixes of the files that are read from folders.
+        suffixes: Suffixes of the files to read from folders.
         read: Reads a file.
         other_suffixes: Suffixes that tell the type of a file which is named itself.
         is_compressible: Whether files may be compressed as a whole, with a suffix more.
