@@ -11,7 +11,7 @@ from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Recipe, value_of
-from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS
+from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
@@ -97,7 +97,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     yield from problem_if_raised(lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS)
     is_set = {
-        "data.format": data.format != "text",
+        "data.format": data.format != PLAIN,
         "data.fields": data.fields is not None and "[" in data.fields,
         "data.fields_from_example": data.fields_from_example is not None,
         "data.packing": data.packing != "concatenate",

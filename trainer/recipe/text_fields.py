@@ -8,6 +8,7 @@ from typing import Literal
 FileType = Literal["text", "json", "csv", "parquet", "arrow", "ids"]
 DataType = Literal["auto", FileType]  # auto: by the suffix of the files
 DataFormat = Literal["text", "prompt_completion", "chat"]
+PLAIN: DataFormat = "text"  # fields of any columns
 IdsDtype = Literal["uint16", "uint32", "int32", "int64"]  # of token ids in files without a header
 DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
 # Default of `data.fields` of each type that has columns, or may have some.

@@ -125,7 +125,7 @@ class Numbers:
     def columns(self) -> ColumnSpecs:
         return {"tokens": (1, np.dtype(np.int32))}
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         return {"tokens": np.array([[self.first + row] for row in rows], np.int32)}
 
 

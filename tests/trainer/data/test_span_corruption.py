@@ -129,7 +129,7 @@ def test_sentinels_must_be_in_the_tokenizer(tmp_path: Path):
     tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
     with pytest.raises(PrepError, match=r"has no token <extra_id_0>"):
         sentinel_ids(tokenizer, 2, 300)
-    tokenizer.tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in (1, 0)])
+    tokenizer.codec.tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in (1, 0)])
     n = tokenizer.max_id + 1
     assert sentinel_ids(tokenizer, 2, 400).tolist() == [n + 1, n]
     with pytest.raises(PrepError, match=r"is not in the model's vocabulary"):
