@@ -100,7 +100,10 @@ def prepare_datasets(folder: Path) -> Callable[[], None]:
         encodings = tokenizer.encode_batch(batch["text"], add_special_tokens=False)
         return {"ids": [encoding.ids for encoding in encodings]}
 
-    return lambda: rows.map(encode, batched=True, num_proc=2, remove_columns=["text"])
+    def run() -> None:
+        rows.map(encode, batched=True, num_proc=2, remove_columns=["text"])
+
+    return run
 
 
 def prepare_prep(folder: Path) -> Callable[[], None]:

@@ -8,7 +8,7 @@ read. A second batch is therefore encoded at the same time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -22,7 +22,9 @@ BATCHES_AHEAD = 3  # batches that are read before the first of them is written: 
 Batch: TypeAlias = list[Example]
 
 
-def encode_batches(batches: Iterable[Batch], tokenizer: TextTokenizer) -> Iterator[tuple[Batch, list[EncodedDocument]]]:
+def encode_batches(
+    batches: Iterable[Batch], tokenizer: TextTokenizer
+) -> Generator[tuple[Batch, list[EncodedDocument]], None, None]:
     """Yield batches of examples with their documents, in order.
 
     Batches are read ahead by a constant number, so errors do not depend on the speed of the threads.

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.corpus import make_tokenizer
+from trainer.data.codecs import FastCodec
 from trainer.data.order import SampleOrder
 from trainer.data.packing import split_holdout
 from trainer.data.span_corruption import SpanCorruptionDataset, SpecialIds, noise_mask, sentinel_ids
@@ -129,6 +130,7 @@ def test_sentinels_must_be_in_the_tokenizer(tmp_path: Path):
     tokenizer = load_tokenizer(make_tokenizer(tmp_path / "tokenizer.json"))
     with pytest.raises(PrepError, match=r"has no token <extra_id_0>"):
         sentinel_ids(tokenizer, 2, 300)
+    assert isinstance(tokenizer.codec, FastCodec)
     tokenizer.codec.tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in (1, 0)])
     n = tokenizer.max_id + 1
     assert sentinel_ids(tokenizer, 2, 400).tolist() == [n + 1, n]
