@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.evaluation import evaluate
     from prepcli.api.options import (
         ConversionOptions,
         DropOptions,
@@ -38,7 +39,16 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
-    from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.results import (
+        Conversion,
+        Evaluation,
+        EvaluationScores,
+        Generation,
+        Inspection,
+        TensorSummary,
+        TrainingRun,
+        Verification,
+    )
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -50,6 +60,8 @@ __all__ = [
     "ConversionOptions",
     "DamagedError",
     "DropOptions",
+    "Evaluation",
+    "EvaluationScores",
     "ExportOptions",
     "Generation",
     "Inspection",
@@ -68,6 +80,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "__version__",
+    "evaluate",
     "export",
     "generate",
     "inspect",
@@ -86,8 +99,12 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
-    "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.results": (
+        *("Conversion", "Evaluation", "EvaluationScores", "Generation", "Inspection"),
+        *("TensorSummary", "TrainingRun", "Verification"),
+    ),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

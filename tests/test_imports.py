@@ -34,13 +34,23 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_files", "train_folder")
+        for name in (
+            "env",
+            "train",
+            "evaluate",
+            "generate",
+            "plan_compile",
+            "train_checks",
+            "train_files",
+            "train_folder",
+        )
     ),
     *(
         f"prepcli.commands.train_{name}"
         for name in ("prepare", "processes", "report", "result", "run", "start", "together")
     ),
     "prepcli.api.compute",
+    "prepcli.api.evaluation",
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"

@@ -3,9 +3,9 @@
 To add a command:
 
 1. Write a function in `commands/NAME.py` that takes a request and returns a `Report`.
-2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py` or `cli/train.py`.
-   Shared options are in `cli/options.py`. Its docstring is the help text and ends with a section of examples.
-   It imports the function of step 1 in its body and returns the exit code.
+2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py`
+   or `cli/evaluation.py`. Shared options are in `cli/options.py`. Its docstring is the help text and ends with a
+   section of examples. It imports the function of step 1 in its body and returns the exit code.
 3. Add it to `COMMANDS` below.
 
     @expand_option_groups                             # option_groups.py: a group of options is one parameter
@@ -30,6 +30,7 @@ import typer
 from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
+from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
@@ -43,9 +44,10 @@ from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, verify, inspect),
-    *(plan, train, generate),
+    *(plan, train, evaluate, generate),
     *(demo, models, recipes, check_family, env),
 )
+COMMAND_NAMES = {evaluate: "eval"}  # of functions that have another name than their command
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)
 ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
 
@@ -106,5 +108,5 @@ for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
-    app.command(cls=command_class, help=_help_text(command))(command)
+    app.command(COMMAND_NAMES.get(command), cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,8 @@ from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
-EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
+SUM_NAMES = ("loss", "weight", "correct")
+EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]  # sums of a batch [], or of each row [batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,29 @@ def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_sha
     return jax.jit(partial(exact.sum_losses, sum_losses), compiler_options=compiler_options())
 
 
+def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
+    """Return a function that computes the same sums for each row alone, with the same rounding on every mesh.
+
+    Each device holds all parameters, and computes its rows one after the other. `evaluate` then returns the same bits
+    for every mesh and batch size.
+
+    Args:
+        model: The model.
+        forward_config: Execution options.
+    """
+    sharding = forward_config.sharding
+    on_device = replace(forward_config, sharding=ShardingContext())
+
+    def sum_row(params: Tree, row: TokenBatch) -> Mapping[str, Array]:
+        return transformer.loss_sums(params, row, model, on_device)._asdict()
+
+    def sum_rows(params: Tree, batch: TokenBatch) -> Mapping[str, Array]:
+        exact = ExactReduction(len(batch["tokens"]), sharding, model.leaves)
+        return exact.map_shards(sum_row, params, batch)
+
+    return jax.jit(sum_rows, out_shardings=sharding.replicated_sharding(), compiler_options=compiler_options())
+
+
 def evaluate(
     params: Tree,
     dataset: Dataset,
@@ -75,12 +99,12 @@ def evaluate(
     batch_size: int,
     limit: int = 0,
 ) -> EvaluationResult:
-    """Compute loss and accuracy on a dataset; sums of batches are added in float64.
+    """Compute loss and accuracy on a dataset; the sums of batches or rows are added without rounding.
 
     Args:
         params: Float32 parameters, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
-        eval_step: Computes the sums of a batch, from `jit_eval_step`.
+        eval_step: Computes the sums of a batch or of its rows, from `jit_eval_step` or `jit_row_eval_step`.
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
         limit: Number of rows to evaluate on, from the first; 0 for all.
@@ -88,13 +112,30 @@ def evaluate(
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    totals = np.zeros(3)
+    values: dict[str, list[float]] = {name: [] for name in SUM_NAMES}
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         sums = eval_step(params, load_batch(dataset, rows, sharding))
-        totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
-    loss_sum, weight, correct = totals.tolist()
+        for name in SUM_NAMES:
+            values[name] += np.ravel(sums[name]).tolist()
+    loss_sum, weight, correct = (_exact_sum(values[name]) for name in SUM_NAMES)
     return EvaluationResult(
         mean_loss=loss_sum / weight if weight else math.nan,
         accuracy=correct / weight if weight else math.nan,
         num_tokens=int(weight),
     )
+
+
+def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
+    """Return the result over the tokens of several datasets; datasets without tokens do not count."""
+    counted = [result for result in results if result.num_tokens]
+    num_tokens = sum(result.num_tokens for result in counted)
+    return EvaluationResult(
+        mean_loss=math.fsum(r.mean_loss * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
+        accuracy=math.fsum(r.accuracy * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
+        num_tokens=num_tokens,
+    )
+
+
+def _exact_sum(values: list[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order; infinite and NaN values are added too."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
