@@ -54,10 +54,13 @@ class SampleOrder:
         """Steps of one pass over the rows."""
         return self.n_rows / self.batch_size
 
+    def epoch_interval(self, epochs: float) -> Fraction:
+        """Return the steps of `epochs` passes over the rows, not rounded."""
+        return Fraction(epochs).limit_denominator(1_000_000) * self.n_rows / self.batch_size
+
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
-        exact = Fraction(epochs).limit_denominator(1_000_000) * self.n_rows / self.batch_size
-        return max(1, math.ceil(exact))
+        return max(1, math.ceil(self.epoch_interval(epochs)))
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 from trainer.models import mesh
@@ -15,7 +14,9 @@ from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_sca
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
+from trainer.recipe.save_checks import find_save_problems
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
 
@@ -28,28 +29,11 @@ INT32_KEYS = (
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A conflict of keys, or a value out of range.
-
-    Attributes:
-        keys: Keys at fault; the error is reported at the first key set by the user.
-        what: What is wrong.
-        why: The values that cause it.
-        hint: How to fix it.
-    """
-
-    keys: tuple[str, ...]
-    what: str
-    why: str
-    hint: str
-
-
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
-    yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
-    yield from _problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
-    yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
+    yield from problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
     yield from _model_problems(recipe)
@@ -61,6 +45,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _schedule_problems(recipe)
+    yield from find_save_problems(recipe)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
@@ -81,13 +66,6 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
         if value > maximum:
             why, hint = f"out of range: the maximum is {maximum:,}", f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
             yield Problem((key,), f"`{key}` is {format_value(value)}", why, hint)
-
-
-def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Problem]:
-    try:
-        check()
-    except PrepError as error:
-        yield Problem(keys, error.what, error.why, error.hint)
 
 
 def _start_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -118,14 +96,14 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     check_policy = partial(check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
     check_kernel = partial(check_saved_scores, model.remat_policy, model.attention_kernel)
     for check in (check_policy, check_kernel):
-        yield from _problem_if_raised(check, "model.remat_policy", "model.offload")
+        yield from problem_if_raised(check, "model.remat_policy", "model.offload")
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
     scaling, theta = recipe.model.rope_scaling, recipe.model.rope_theta
     if scaling is None:
         return
-    yield from _problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
+    yield from problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
     if theta is not None and "rope_theta" in scaling:
         what = f"`{THETA_KEY}` is {format_value(theta)}, and `{SCALING_KEY}` has a `rope_theta`"
         yield Problem((THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them")
@@ -134,8 +112,8 @@ def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
 def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
     dropout, fcm_ratio = recipe.model.dropout, recipe.model.fcm_ratio
     if isinstance(dropout, dict):
-        yield from _problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
-    yield from _problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
+        yield from problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
+    yield from problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
 
 
 def _field_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -145,7 +123,7 @@ def _field_problems(recipe: Recipe) -> Iterator[Problem]:
         why = f"it names a column of json objects, but `data.type` is {data_type}"
         yield Problem((key,), what, why, '`type = "json"`')
         return
-    yield from _problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), key)
+    yield from problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), key)
 
 
 def _source_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -193,7 +171,7 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if data.holdout and data.eval_path:
         yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "both set the evaluation data")
-    for key in ("train.eval_every", "eval.limit"):
+    for key in ("train.eval_every", "train.eval_every_epochs", "eval.limit"):
         if value_of(recipe, key) and not data.holdout and not data.eval_path:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             yield Problem((key,), f"`{key}` is {value_of(recipe, key)}", why, "`holdout = 0.05` in [data]")
@@ -208,7 +186,7 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     # The number of steps of a run by epochs is unknown here: that schedule is checked again when the data is known.
     n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
     if n_steps:
-        yield from _problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
+        yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:

@@ -58,6 +58,9 @@ RatioRange = Annotated[
 ]
 
 
+ProfileSteps = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
+
+
 def if_absent(meaning: str) -> dict[str, Any]:
     """Return JSON schema extras that describe the value of an absent key."""
     return {"absent": meaning}

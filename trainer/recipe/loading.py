@@ -12,11 +12,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.checks import Problem, find_problems
+from trainer.recipe.checks import find_problems
 from trainer.recipe.corrections import correct_value
 from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
 from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
+from trainer.recipe.problems import Problem
 from trainer.recipe.raw_recipe import RawRecipe, apply_overrides, read_recipe
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES, Recipe, is_path
 from trainer.recipe.text_fields import DEFAULT_FIELDS

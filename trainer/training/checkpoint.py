@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,19 +13,35 @@ from trainer.distributed.process_shards import index_box
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.training.step import TrainState, leaf_name
 
-OPT_STATE = "opt_state"
+OPT_STATE, PARAMS = "opt_state", "params"
+FLOAT32 = "float32"
 
 
-def host_leaves(state: TrainState, optimizer_state: bool = True) -> dict[str, HostLeaf]:
+def host_leaves(state: TrainState, optimizer_state: bool = True, param_dtype: str = FLOAT32) -> dict[str, HostLeaf]:
     """Return every leaf of the state by name, with the shards that this process saves.
 
     Args:
         state: The training state.
         optimizer_state: Include the optimizer's moments.
+        param_dtype: Dtype to which the parameters are cast on the host.
     """
     kept = state if optimizer_state else {name: value for name, value in state.items() if name != OPT_STATE}
     leaves = jax.tree_util.tree_flatten_with_path(kept)[0]
-    return {leaf_name(path): _host_leaf(leaf, number) for number, (path, leaf) in enumerate(leaves)}
+    host = {leaf_name(path): _host_leaf(leaf, number) for number, (path, leaf) in enumerate(leaves)}
+    if param_dtype == FLOAT32:
+        return host
+    return {name: _cast(leaf, param_dtype) if name.startswith(f"{PARAMS}.") else leaf for name, leaf in host.items()}
+
+
+def _cast(leaf: HostLeaf, dtype: str) -> HostLeaf:
+    """Return a leaf whose shards are cast when they are fetched."""
+    to_dtype = jax.numpy.dtype(dtype)
+    shards = tuple(HostShard(shard.box, partial(_fetch_cast, shard, to_dtype)) for shard in leaf.shards)
+    return HostLeaf(leaf.shape, dtype, shards)
+
+
+def _fetch_cast(shard: HostShard, dtype: np.dtype[Any]) -> np.ndarray:
+    return shard.fetch().astype(dtype)
 
 
 def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:

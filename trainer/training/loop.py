@@ -16,10 +16,13 @@ from trainer.data.order import SampleOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import FLOAT32, host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
+from trainer.training.intervals import Interval, is_due
 from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.param_casts import count_changed_values
+from trainer.training.profiling import StepProfiler
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
@@ -42,6 +45,9 @@ class Job:
         log_every: Steps between two log lines.
         eval_every: Steps between two evaluations; 0 to evaluate only after the last step.
         save_every: Steps between two checkpoints; 0 to save only after the last step.
+        also_save_every: Further intervals of checkpoints, such as that of milestones.
+        saves_best: Save each step whose evaluation has the lowest loss so far, with the loss in its manifest.
+        param_dtype: Dtype of the saved parameters; other than float32 only without the optimizer's moments.
         optimizer_state: Save the optimizer's moments.
         max_skipped: Consecutive skipped steps that end the run.
         manifest_fields: Extra entries for the manifest of every checkpoint.
@@ -55,12 +61,15 @@ class Job:
     evaluation: Dataset | None
     eval_limit: int
     log_every: int
-    eval_every: int
-    save_every: int
+    eval_every: Interval
+    save_every: Interval
     optimizer_state: bool
     max_skipped: int
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
+    also_save_every: tuple[Interval, ...] = ()
+    saves_best: bool = False
+    param_dtype: str = "float32"
 
     @property
     def eval_batch_size(self) -> int:
@@ -125,6 +134,8 @@ class Loop:
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
         enter_phase: Callable[[str], None] = lambda _: None,
+        best_eval_loss: float = math.inf,
+        profiler: StepProfiler | None = None,
     ) -> None:
         """Create a loop that starts at the step of `state`.
 
@@ -136,11 +147,14 @@ class Loop:
             callbacks: Receives progress reports.
             poll_stop_reason: Called before every step; a non-empty reason stops the run, in all processes.
             enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
+            best_eval_loss: Lowest loss in the manifest of a saved step.
+            profiler: Records some of the steps.
         """
         self.job, self.state = job, state
         self.store, self.metrics, self.callbacks = store, metrics, callbacks
         self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
-        self.enter_phase = enter_phase
+        self.enter_phase, self.profiler = enter_phase, profiler
+        self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
@@ -162,6 +176,8 @@ class Loop:
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
+            if self.profiler is not None:
+                self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
             batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
@@ -170,6 +186,8 @@ class Loop:
             self._report_save()
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)
+        if self.profiler is not None:
+            self.profiler.stop()
         if not reason and self._should_evaluate_at_end():
             self._evaluate()
         self._save()
@@ -199,10 +217,15 @@ class Loop:
         job = self.job
         if self.step == job.steps:
             return  # `run` evaluates and saves after the last step
-        if job.eval_every and self.step % job.eval_every == 0:
+        if is_due(self.step, job.eval_every):
             self._evaluate()
-        if job.save_every and self.step % job.save_every == 0:
+        if any(is_due(self.step, every) for every in (job.save_every, *job.also_save_every)) or self._is_best():
             self._save()
+
+    def _is_best(self) -> bool:
+        """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
+        eval_loss = self.eval_losses.get(self.step, math.inf)
+        return self.job.saves_best and eval_loss < self.best_eval_loss
 
     def _should_evaluate_at_end(self) -> bool:
         return self.step == self.job.steps and self.step > self.start_step
@@ -261,6 +284,7 @@ class Loop:
             "eval_accuracy": finite_or_none(result.accuracy),
             "eval_tokens": result.num_tokens,
         }
+        self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
         self.timer.resume()
@@ -276,10 +300,21 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        leaves = host_leaves(self.state, self.job.optimizer_state)
-        self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
+        leaves = host_leaves(self.state, self.job.optimizer_state, self.job.param_dtype)
+        self.pending_save = self.step, self.store.start_save(self.step, leaves, self._manifest_fields())
         self.last_saved_step = self.step
         self.timer.resume()
+
+    def _manifest_fields(self) -> Mapping[str, Any]:
+        """Return the entries of the manifest: those of the job, the loss of the step and the changed values."""
+        fields = dict(self.job.manifest_fields)
+        eval_loss = self.eval_losses.get(self.step, math.nan)
+        if self.job.saves_best and math.isfinite(eval_loss):
+            fields["eval_loss"] = eval_loss
+            self.best_eval_loss = min(self.best_eval_loss, eval_loss)
+        if self.job.param_dtype != FLOAT32:
+            fields["param_cast"] = count_changed_values(self.state["params"], self.job.param_dtype)
+        return fields
 
     def _report_save(self) -> None:
         """Report a save that has ended since the last call; raise its PrepError if it failed."""

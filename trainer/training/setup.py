@@ -34,6 +34,7 @@ from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
+from trainer.training.intervals import Interval
 from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
 from trainer.training.shared_tokens import tokenize_in_group
@@ -288,8 +289,8 @@ def build_job(
         evaluation=datasets.evaluation,
         eval_limit=recipe.eval.limit,
         log_every=recipe.train.log_every,
-        eval_every=recipe.train.eval_every,
-        save_every=recipe.checkpoint.every,
+        eval_every=_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
+        save_every=_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
         optimizer_state=recipe.checkpoint.optimizer_state,
         max_skipped=recipe.train.max_skipped,
         manifest_fields={
@@ -299,7 +300,14 @@ def build_job(
             "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
         },
         stop_after=stop_after,
+        also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
+        saves_best=recipe.checkpoint.best is not None,
+        param_dtype=recipe.checkpoint.dtype,
     )
+
+
+def _interval(steps: int, epochs: float | None, order: SampleOrder) -> Interval:
+    return steps if epochs is None else order.epoch_interval(epochs)
 
 
 def build_step_setup(

@@ -119,7 +119,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", *START_KEYS}
+    conflicting |= {"data.source_length", "data.source_prefix", *START_KEYS, *SAVE_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in KEY_SCHEMAS.items()
@@ -161,6 +161,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
 START_KEYS = ("model.init", "model.preset", "model.config")  # of a random start, instead of `model.path`
+SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")  # conflict with default examples
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
     "name": NAMES,
@@ -180,6 +181,7 @@ VALUES_BY_KEY = {
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
     "train.steps": st.integers(10, 2**30),
+    "train.profile": st.fixed_dictionaries({"start": st.integers(1, 99), "steps": st.integers(1, 9)}),
 }
 
 
@@ -216,6 +218,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded |= {"data.source_length", "data.source_prefix"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
+    excluded |= {"checkpoint.best", *SAVE_KEYS}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
