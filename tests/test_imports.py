@@ -38,6 +38,8 @@ COMPUTES = {  # modules that start jax, or list its devices
             "env",
             "train",
             "evaluate",
+            "evaluate_run",
+            "target_metrics",
             "generate",
             "plan_compile",
             "train_checks",
@@ -47,10 +49,11 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
     *(
         f"prepcli.commands.train_{name}"
-        for name in ("prepare", "processes", "report", "result", "run", "start", "together")
+        for name in ("exports", "prepare", "processes", "report", "result", "run", "start", "together")
     ),
     "prepcli.api.compute",
     "prepcli.api.evaluation",
+    "prepcli.api.harness",
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"

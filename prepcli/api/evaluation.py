@@ -11,9 +11,12 @@ from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_option
 from prepcli.api.public import public
 from prepcli.api.results import Evaluation, EvaluationScores
 from prepcli.api.session import run_silently
-from prepcli.commands import evaluate as evaluate_command
+from prepcli.commands.evaluate import evaluate as run_evaluate
+from prepcli.commands.evaluate_run import EvaluateRequest
 from prepcli.commands.evaluation_recipe import EvalData
 from prepcli.console.progress import Progress
+
+METRIC_VALUES = ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu", "exact_match")
 
 
 @public
@@ -32,6 +35,7 @@ def evaluate(
     mesh: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
     reduction: Literal["fast", "exact"] = "fast",
+    metrics: str | Sequence[str] = (),
     verify: bool = True,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -52,6 +56,8 @@ def evaluate(
         mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         reduction: "exact" computes each sequence alone: results have the same bits on any mesh and batch size.
+        metrics: Metrics of the targets that an encoder-decoder model generates from the sources: "rouge", "bleu",
+            "exact_match".
         verify: Compare the weights with the checkpoint's checksums or digests.
         progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
         **options: See `SourceOptions`.
@@ -64,7 +70,7 @@ def evaluate(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint, the data or the devices cannot be used.
     """
-    request = evaluate_command.EvaluateRequest(
+    request = EvaluateRequest(
         common_options(checkpoint, None, options),
         EvalData(
             (str(data),) if isinstance(data, str | Path) else tuple(map(str, data)),
@@ -80,9 +86,10 @@ def evaluate(
         mesh=mesh,
         dtype=dtype,
         reduction=reduction,
+        metrics=as_tuple(metrics),
         verify=verify,
     )
-    outcome = run_silently("eval", lambda ui: evaluate_command.evaluate(request, ui), progress)
+    outcome = run_silently("eval", lambda ui: run_evaluate(request, ui), progress)
     report_fields: Any = outcome.report.fields
     return Evaluation(
         **_scores(report_fields),
@@ -92,4 +99,6 @@ def evaluate(
 
 
 def _scores(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for name in EvaluationScores.__dataclass_fields__}
+    names = [name for name in EvaluationScores.__dataclass_fields__ if name != "metrics"]
+    metrics = {name: value for name, value in fields.items() if name in METRIC_VALUES}
+    return {**{name: fields[name] for name in names}, "metrics": metrics}

@@ -125,6 +125,7 @@ class EvaluationScores:
         accuracy: Fraction of the tokens that are predicted correctly.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
+        metrics: Metrics of generated targets, of each source.
     """
 
     loss: float | None
@@ -132,6 +133,7 @@ class EvaluationScores:
     accuracy: float | None
     tokens: int
     sequences: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

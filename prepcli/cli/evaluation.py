@@ -78,28 +78,44 @@ class DataOptions:
     ] = None
 
 
-@expand_option_groups
-def evaluate(
-    checkpoint: OptionalCheckpointArgument = None,
-    *,
-    data_options: DataOptions,
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """Options for the computation of an evaluation."""
+
     batch_size: Annotated[
         int, typer.Option("--batch-size", metavar="N", min=1, help="Compute N sequences at a time.")
-    ] = 8,
+    ] = 8
     mesh: Annotated[
         str | None,
         typer.Option(
             "--mesh", metavar="DP,FSDP,MP", help="Use this device mesh; default: one device.", show_default=False
         ),
-    ] = None,
+    ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option("--dtype", metavar="NAME", help="Compute in this dtype; default: as stored.", show_default=False),
-    ] = None,
+    ] = None
     reduction: Annotated[
         Literal["fast", "exact"],
         typer.Option("--reduction", metavar="KIND", help="Compute fast, or exact: the same bits on any mesh."),
-    ] = "fast",
+    ] = "fast"
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="Generate targets from sources, and compute rouge, bleu or exact_match; repeatable.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@expand_option_groups
+def evaluate(
+    checkpoint: OptionalCheckpointArgument = None,
+    *,
+    data_options: DataOptions,
+    compute_options: ComputeOptions,
     step: StepOption = None,
     config: ConfigOption = None,
     no_verify: NoVerifyOption = False,
@@ -116,8 +132,8 @@ def evaluate(
       prep eval llama-13b-init --mesh 1,1,8 --data test.jsonl --json
     """
     from prepcli.commands.conversion import CommonOptions
-    from prepcli.commands.evaluate import EvaluateRequest
     from prepcli.commands.evaluate import evaluate as run
+    from prepcli.commands.evaluate_run import EvaluateRequest
     from prepcli.commands.evaluation_recipe import EvalData
 
     ui = output_options.open_console("eval", progress)
@@ -142,11 +158,12 @@ def evaluate(
         data,
         tokenizer=data_options.tokenizer,
         cache=data_options.cache,
-        batch_size=batch_size,
+        batch_size=compute_options.batch_size,
         limit=data_options.limit,
-        mesh=mesh,
-        dtype=dtype,
-        reduction=reduction,
+        mesh=compute_options.mesh,
+        dtype=compute_options.dtype,
+        reduction=compute_options.reduction,
+        metrics=tuple(compute_options.metric or ()),
         verify=not no_verify,
     )
     with library_output_hidden(to_stderr=ui.level >= SLABS):

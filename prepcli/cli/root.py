@@ -98,6 +98,11 @@ def prep(
         raise typer.Exit(USAGE)
 
 
+def command_name(command: Callable[..., int]) -> str:
+    """Return the name of a command: that of its function, with a few exceptions."""
+    return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
+
+
 def _help_text(command: Callable[..., int]) -> str:
     """Return a command's docstring with Click's marker against re-wrapping before its examples."""
     return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
@@ -108,5 +113,5 @@ for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
-    app.command(COMMAND_NAMES.get(command), cls=command_class, help=_help_text(command))(command)
+    app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")

@@ -6,59 +6,31 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
-from prepcli.commands.evaluation_recipe import EvalData, evaluation_recipe
+from prepcli.commands.conversion import check_config_option, open_checkpoint, source_line
+from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
+from prepcli.commands.evaluation_recipe import evaluation_recipe
+from prepcli.commands.model_files import tokenizer_path
+from prepcli.commands.target_metrics import check_target_metrics, target_metrics
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui, format_table
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import usage_error
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.data.packing import Dataset
-    from trainer.models.param_tree import Tree
     from trainer.nn.model_spec import ForwardConfig
     from trainer.training.evaluation import EvalStep, EvaluationResult
 
-TOKENIZER_FILE = "tokenizer.json"
-DEFAULT_BATCH = 8
 OUT_OF_MEMORY_HINT = "a smaller `--batch-size` or `--seq-length`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
-Reduction = Literal["fast", "exact"]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateRequest:
-    """Request of `prep eval`."""
-
-    common: CommonOptions
-    data: EvalData
-    tokenizer: Path | None = None  # None: the checkpoint's tokenizer.json
-    cache: Path | None = None  # None: a temporary folder
-    batch_size: int = DEFAULT_BATCH
-    limit: int = 0  # sequences of each source; 0: all
-    mesh: str | None = None  # None: one device
-    dtype: str | None = None  # None: bfloat16 if all parameters have it, else float32
-    reduction: Reduction = "fast"
-    verify: bool = True  # check the bytes against their checksums
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedModel:
-    """A model on its devices, and the options of its evaluation."""
-
-    params: Tree
-    forward_config: ForwardConfig
-    eval_step: EvalStep
-    batch_size: int
 
 
 def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
@@ -94,6 +66,7 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
             )
         )
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
+        check_target_metrics(request.metrics, opened)
         recipes = _make_recipes(request, source, opened)
         datasets = {
             name: _open_dataset(request, recipe, source, opened, scratch_dir=scratch_dir, ui=ui)
@@ -113,6 +86,10 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
             for name, dataset in datasets.items()
         }
         seconds = time.monotonic() - start_s
+        metrics = {
+            name: target_metrics(request, dataset, source, opened, loaded=loaded, ui=ui)
+            for name, dataset in datasets.items()
+        }
     total = combine_results(results.values())
     num_rows = {name: min(data.n_rows, request.limit or data.n_rows) for name, data in datasets.items()}
     ui.note(f"{sum(num_rows.values()):,} sequences in {format_duration(seconds)}, compilation included")
@@ -124,10 +101,10 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
         "reduction": request.reduction,
         "seq_length": next(iter(recipes.values())).data.seq_length,
         **result_fields(total, sum(num_rows.values())),
-        "sources": {name: result_fields(result, num_rows[name]) for name, result in results.items()},
+        "sources": {name: result_fields(result, num_rows[name]) | metrics[name] for name, result in results.items()},
         "seconds": round(seconds, 3),
     }
-    return Report(_result_table(results, total), fields)
+    return Report(_result_table(results, total, metrics), fields)
 
 
 def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any]:
@@ -137,14 +114,22 @@ def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any
     return {**finite, "tokens": result.num_tokens, "sequences": num_sequences}
 
 
-def _result_table(results: Mapping[str, EvaluationResult], total: EvaluationResult) -> str:
-    """Return one line per source, and one for all if there are several."""
+def _result_table(
+    results: Mapping[str, EvaluationResult], total: EvaluationResult, metrics: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Return one line per source, one for all if there are several, and the metrics of generated targets."""
     rows = [*results.items(), *([("all", total)] if len(results) > 1 else [])]
     cells = [
         (name, f"{r.mean_loss:.6f}", f"{r.perplexity:,.4f}", f"{r.accuracy:.4f}", r.num_tokens) for name, r in rows
     ]
     header = ("source", "loss", "perplexity", "accuracy", "tokens")
-    return format_table(cells, header, right_aligned=header[1:])
+    table = format_table(cells, header, right_aligned=header[1:])
+    lines = [
+        f"{name}: {key} {'none' if value is None else f'{value:.4f}'}"
+        for name, values in metrics.items()
+        for key, value in values.items()
+    ]
+    return "\n".join([table, *lines])
 
 
 def _make_recipes(request: EvaluateRequest, source: Source, opened: OpenedModel) -> dict[str, Recipe]:
@@ -173,7 +158,10 @@ def _open_dataset(
     """Tokenize a source of data; raise PrepError if it is invalid or does not fit the model."""
     from trainer.training.setup import build_datasets
 
-    folders = {"tokenizer": _tokenizer_path(request, source), "cache": request.cache or scratch_dir}
+    folders = {
+        "tokenizer": tokenizer_path(source, request.tokenizer, purpose="encode the data"),
+        "cache": request.cache or scratch_dir,
+    }
     return build_datasets(
         recipe,
         opened.model,
@@ -184,15 +172,7 @@ def _open_dataset(
     ).train
 
 
-def _tokenizer_path(request: EvaluateRequest, source: Source) -> Path:
-    path = request.tokenizer or next((path for path in source.small_files if path.name == TOKENIZER_FILE), None)
-    if path is None:
-        why = f"there is no {TOKENIZER_FILE} to encode the data with"
-        raise PrepError(f"{source.display_name} has no tokenizer", why, "`--tokenizer PATH`")
-    return path
-
-
-def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence[Recipe], ui: Ui) -> _LoadedModel:
+def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence[Recipe], ui: Ui) -> LoadedModel:
     """Load the parameters in the dtype of the computation, and choose how to compute."""
     from trainer.distributed.device_kind import device_kind
     from trainer.generation.decode import inference_dtype
@@ -217,7 +197,7 @@ def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence
         attention_options=AttentionOptions(kernel.name, sizes.queries, sizes.keys),
     )
     params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
-    return _LoadedModel(params, forward_config, _jit_step(request, opened, forward_config), batch_size)
+    return LoadedModel(params, forward_config, _jit_step(request, opened, forward_config), batch_size)
 
 
 def _jit_step(request: EvaluateRequest, opened: OpenedModel, forward_config: ForwardConfig) -> EvalStep:

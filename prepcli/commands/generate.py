@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
+from prepcli.commands.model_files import TOKENIZER_FILE, eos_token_ids, find_model_file
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
@@ -20,7 +21,7 @@ from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel, open_model
-from prepcli.sources.source import Source, read_config
+from prepcli.sources.source import Source
 from trainer.models.process_address import ProcessAddress, ProcessSettings, process_address
 from trainer.recipe.run_tables import Cluster
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ModelSpec
 
-TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = (
     "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
@@ -164,7 +164,7 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
             )
             generation_config = GenerationConfig(
                 request.max_new_tokens or max(1, default_new_tokens),
-                _eos_token_ids(source, model.true_vocab_size),
+                eos_token_ids(source, model.true_vocab_size),
                 sampling,
             )
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
@@ -185,7 +185,7 @@ def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool)
     """Load the tokenizer; return None if there is none and all prompts are token ids, else raise PrepError."""
     from trainer.data.tokenizer import load_tokenizer
 
-    path, hint = request.tokenizer or _find_side_file(source, TOKENIZER_FILE), "`--tokenizer PATH`, or `--tokens 1,2,3`"
+    path, hint = request.tokenizer or find_model_file(source, TOKENIZER_FILE), "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
         if not is_required:
             return None
@@ -197,10 +197,6 @@ def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool)
         if not is_required and request.tokenizer is None:
             return None  # prompts as token ids need no tokenizer
         raise PrepError(error.what, error.why, hint) from error
-
-
-def _find_side_file(source: Source, name: str) -> Path | None:
-    return next((path for path in source.small_files if path.name == name), None)
 
 
 def _encode_prompts(
@@ -219,17 +215,6 @@ def _encode_prompts(
         decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
     )
     return _EncodedPrompts((*encoded_texts, *ids), (*texts, *decoded), decoder_start_id)
-
-
-def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
-    """Return the token ids that end a text, from generation_config.json or else config.json.
-
-    Ids outside of the vocabulary are left out.
-    """
-    config_path = _find_side_file(source, GENERATION_CONFIG_FILE)
-    eos = (read_config(config_path) if config_path else {}).get("eos_token_id", source.config.get("eos_token_id"))
-    ids = (token_id for token_id in (eos if isinstance(eos, list) else [eos]) if type(token_id) is int)
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab)
 
 
 def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_config: GenerationConfig) -> Generator:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from trainer.data.order import Int64Array
-from trainer.data.packing import ColumnSpecs, Dataset
+from trainer.data.packing import Arrays, ColumnSpecs, Dataset
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.distributed.token_order import token_order
 
@@ -44,6 +44,16 @@ def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingConte
             shape, dtype, sharding=sharding.activation_sharding(shape, "batch", "seq") or first_device
         )
         for name, (shape, dtype) in shapes.items()
+    }
+
+
+def place_batch(rows: Arrays, sharding: ShardingContext) -> dict[str, Array]:
+    """Place the columns of a whole batch, which all processes have, on the devices of a mesh without sp."""
+    columns = {name: (array.shape[1], array.dtype) for name, array in rows.items()}
+    shapes = column_shapes(columns, len(rows["tokens"]), sharding)
+    return {
+        name: jax.make_array_from_callback(shape.shape, shape.sharding, lambda index, name=name: rows[name][index])
+        for name, shape in shapes.items()
     }
 
 

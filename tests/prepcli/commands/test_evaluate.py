@@ -13,7 +13,7 @@ import pytest
 import prepcli as prep
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 
 LENGTH = 16
@@ -126,3 +126,39 @@ def test_perplexity_equals_that_of_transformers(work_dir: Path, capsys: pytest.C
     with torch.no_grad():
         loss = model(blocks, labels=blocks).loss.double().item()
     assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """The references are the model's own outputs, except for one of four."""
+    pytest.importorskip("rouge_score")
+    pytest.importorskip("sacrebleu")
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None})  # a text ends after six tokens
+    write_tokenizer(Path("t5"))
+    sources = [f"w{10 + number} w{20 + number} w{30 + number}" for number in range(4)]
+    targets = list(prep.generate("t5", sources, max_new_tokens=6).texts)
+    targets[3] = "w1 w1 w1 w1 w1 w1"
+    lines = [json.dumps({"source": source, "target": target}) for source, target in zip(sources, targets)]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+    words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "6")
+    metrics = ("--metric", "exact_match", "--metric", "rouge", "--metric", "bleu")
+    report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, *metrics, "--batch-size", "3")
+    assert report["ok"], report
+    scores = report["sources"]["pairs.jsonl"]
+    assert scores["exact_match"] == 0.75
+    assert 0.75 <= scores["rouge1"] < 1
+    assert 0 < scores["bleu"] < 100
+    result = prep.evaluate(
+        "t5",
+        "pairs.jsonl",
+        fields="[source], target",
+        seq_length=6,
+        metrics="exact_match",
+        overrides="data.source_length=8",
+    )
+    assert result.sources["pairs.jsonl"].metrics == {"exact_match": 0.75}
+
+
+def test_metrics_of_a_model_without_encoder_are_refused(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    lines = error_lines(capsys, "eval", "tiny", "--data", "a.txt", "--metric", "rouge")
+    assert lines[0] == "error: `--metric rouge` is not supported for this model"
