@@ -38,6 +38,7 @@ COMPUTES = {  # modules that start jax, or list its devices
             "env",
             "train",
             "evaluate",
+            "compute_together",
             "evaluate_run",
             "target_metrics",
             "generate",

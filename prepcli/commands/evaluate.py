@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.compute_together import compute_together
 from prepcli.commands.conversion import check_config_option, open_checkpoint, source_line
 from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
 from prepcli.commands.evaluation_recipe import evaluation_recipe
@@ -36,6 +37,9 @@ OUT_OF_MEMORY_HINT = "a smaller `--batch-size` or `--seq-length`, `--dtype bfloa
 def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     """Compute the loss of a checkpoint on each source of data, and over all of them.
 
+    In a job of several processes, all of them call it with a mesh of all their devices, and process 0 prints the
+    result. Without a mesh each process evaluates alone.
+
     Args:
         request: Checkpoint, data and devices.
         ui: Receives notes, warnings and progress.
@@ -46,6 +50,13 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: An option is invalid, or the checkpoint, the data or the devices cannot be used.
     """
+    return compute_together(
+        request.mesh, ui, phase="eval", compute=lambda _, process_ui: _evaluate(request, process_ui)
+    )
+
+
+def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
+    """Load the model and the data, and compute the report; see `evaluate`."""
     silence_jax(ui)
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.compute_together import compute_together
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
 from prepcli.commands.model_files import TOKENIZER_FILE, eos_token_ids, find_model_file
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
-from prepcli.commands.train_together import run_together
 from prepcli.console.formatting import format_duration
-from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel, open_model
 from prepcli.sources.source import Source
-from trainer.models.process_address import ProcessAddress, ProcessSettings, process_address
-from trainer.recipe.run_tables import Cluster
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -85,35 +81,18 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
     """
-    address = process_address(ProcessSettings(), os.environ) if request.mesh is not None else None
-    if address is None or address.count == 1:
-        return _generate(request, list(read_prompts(request.prompts_file)) if request.prompts_file else [], ui)
-    with label_errors(address.index):
-        group, process_ui = _start_processes(address, ui), ui.for_process(address.index)
-        with run_together(group, Cluster(), process_ui, has_saved_step=lambda: False) as enter_phase:
-            enter_phase("generate")
-            report = _generate(request, _read_prompts_in_group(request, group), process_ui)
-    return replace(report, process=address.index)
+
+    def compute(group: ProcessGroup | None, process_ui: Ui) -> Report:
+        return _generate(request, _read_file_prompts(request, group), process_ui)
+
+    return compute_together(request.mesh, ui, phase="generate", compute=compute)
 
 
-def _start_processes(address: ProcessAddress, ui: Ui) -> ProcessGroup:
-    """Connect the processes of a job."""
-    silence_jax(ui)
-    from trainer.distributed.start import start_processes
-
-    defaults = Cluster()
-    return start_processes(
-        replace(address, job=address.job or "prep generate"),
-        start_timeout_s=defaults.start_timeout,
-        heartbeat_timeout_s=defaults.heartbeat_timeout,
-    )
-
-
-def _read_prompts_in_group(request: GenerateRequest, group: ProcessGroup) -> list[str]:
+def _read_file_prompts(request: GenerateRequest, group: ProcessGroup | None) -> list[str]:
     """Return the prompts of the request's file; process 0 alone reads stdin, as launchers pass it to one process."""
     if request.prompts_file is None:
         return []
-    if request.prompts_file != STDIN:
+    if request.prompts_file != STDIN or group is None:
         return list(read_prompts(request.prompts_file))
     texts = list(read_prompts(STDIN)) if group.index == 0 else []
     return json.loads(group.broadcast("prompts", json.dumps(texts)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
@@ -78,6 +79,18 @@ def test_exact_eval_is_equal_on_any_mesh(work_dir: Path, capsys: pytest.CaptureF
     ]
     fast = eval_json(capsys, "padded", "--data", "a.txt", "--batch-size", str(batch), *options)
     assert fast["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_processes_evaluate_as_one_does(work_dir: Path, capsys: pytest.CaptureFixture[str], reduction: str):
+    run_ok("save-init", "tiny", "--out", "padded", "--pad-vocab", "8")
+    words = ("eval", "padded", "--data", "a.txt", "--seq-length", str(LENGTH), "--mesh", "2,2,2", "--json")
+    (code, out, err), other = finish(start_processes(*words, "--reduction", reduction, count=2, devices=4))
+    assert code == 0, err
+    assert other == (0, "", "")
+    expected = eval_json(capsys, "padded", "--data", "a.txt", "--reduction", reduction)["loss"]
+    assert json.loads(out)["loss"] == (expected if reduction == "exact" else pytest.approx(expected, rel=1e-6))
 
 
 def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: pytest.CaptureFixture[str]):
