@@ -16,7 +16,7 @@ from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
 from prepcli.commands.evaluation_recipe import evaluation_recipe
 from prepcli.commands.model_files import tokenizer_path
 from prepcli.commands.target_metrics import check_target_metrics, target_metrics
-from prepcli.commands.train import silence_jax
+from prepcli.commands.train import disable_fused_multiply_add, silence_jax
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
@@ -58,6 +58,8 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
 def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     """Load the model and the data, and compute the report; see `evaluate`."""
     silence_jax(ui)
+    if request.reduction == "exact":
+        disable_fused_multiply_add()
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
     from trainer.training.evaluation import evaluate as evaluate_dataset
