@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.evaluation import evaluate
     from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.options import (
         ConversionOptions,
@@ -42,7 +43,16 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
-    from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.results import (
+        Conversion,
+        Evaluation,
+        EvaluationScores,
+        Generation,
+        Inspection,
+        TensorSummary,
+        TrainingRun,
+        Verification,
+    )
     from prepcli.api.saving import save_params
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
@@ -55,6 +65,8 @@ __all__ = [
     "ConversionOptions",
     "DamagedError",
     "DropOptions",
+    "Evaluation",
+    "EvaluationScores",
     "ExportOptions",
     "Generation",
     "Inspection",
@@ -75,6 +87,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "__version__",
+    "evaluate",
     "export",
     "from_hf_flax",
     "generate",
@@ -99,9 +112,13 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
-    "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.results": (
+        *("Conversion", "Evaluation", "EvaluationScores", "Generation", "Inspection"),
+        *("TensorSummary", "TrainingRun", "Verification"),
+    ),
     "prepcli.api.saving": ("save_params",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),

@@ -34,13 +34,29 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_files", "train_folder")
+        for name in (
+            "env",
+            "train",
+            "evaluate",
+            "compute_together",
+            "evaluate_run",
+            "target_metrics",
+            "generate",
+            "plan_compile",
+            "train_checks",
+            "train_files",
+            "train_folder",
+        )
     ),
     *(
         f"prepcli.commands.train_{name}"
-        for name in ("data", "lora", "prepare", "processes", "report", "result", "run", "start", "together")
+        for name in (
+            *("data", "exports", "lora", "prepare", "processes", "report", "result", "run", "start", "together"),
+        )
     ),
     "prepcli.api.compute",
+    "prepcli.api.evaluation",
+    "prepcli.api.harness",
     "prepcli.testing",
     *(
         f"prepcli.testing.{name}"

@@ -28,7 +28,7 @@ class SourceOptions(TypedDict, total=False):
         offline: Use only the hub's cache; default: False.
         stream: Read tensors from the hub without a local copy; default: False.
         config: config.json, or its folder, of a source without one.
-        step: Step of a training run; default: the last.
+        step: Step of a training run; "best" has the lowest evaluation loss; default: the last.
         memory: Limit of anonymous memory beyond that of opening the source, in bytes or as text such as "1GiB"; at
             least 32 MiB, default "512MiB". Functions that write no file ignore it.
     """
@@ -37,7 +37,7 @@ class SourceOptions(TypedDict, total=False):
     offline: bool
     stream: bool
     config: PathLike | None
-    step: NonNegativeInt | None
+    step: NonNegativeInt | Literal["best", "last"] | None
     memory: int | str
 
 

@@ -115,6 +115,40 @@ class Generation:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationScores:
+    """Scores over the predicted tokens of data.
+
+    Attributes:
+        loss: Mean cross-entropy of a token; None if it is not finite.
+        perplexity: Exponential of the loss.
+        accuracy: Fraction of the tokens that are predicted correctly.
+        tokens: Number of predicted tokens.
+        sequences: Number of sequences.
+        metrics: Metrics of generated targets, of each source.
+    """
+
+    loss: float | None
+    perplexity: float | None
+    accuracy: float | None
+    tokens: int
+    sequences: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(EvaluationScores):
+    """Scores over all data, and of each source.
+
+    Attributes:
+        sources: Scores of each source, by name.
+        seconds: Duration of the call in seconds.
+    """
+
+    sources: Mapping[str, EvaluationScores]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A finished or stopped training run.

@@ -290,7 +290,7 @@ def _common_options(
     hub_options: HubOptions | None = None,
     *,
     config: Path | None,
-    step: int | None = None,
+    step: str | None = None,
     allow_overflow: bool = False,
 ) -> CommonOptions:
     """Return the options that all commands of this module share."""

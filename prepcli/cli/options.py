@@ -163,6 +163,11 @@ ScanAxisOption = Annotated[
     typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="Stack the layers on this axis.", show_default=False),
 ]
 StepOption = Annotated[
-    int | None,
-    typer.Option("--step", metavar="N", min=0, help="Read step N of a run; default: the last.", show_default=False),
+    str | None,
+    typer.Option(
+        "--step",
+        metavar="N|best|last",
+        help="Read this step of a run, or the one with the lowest evaluation loss; default: the last.",
+        show_default=False,
+    ),
 ]

@@ -3,9 +3,9 @@
 To add a command:
 
 1. Write a function in `commands/NAME.py` that takes a request and returns a `Report`.
-2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py` or `cli/train.py`.
-   Shared options are in `cli/options.py`. Its docstring is the help text and ends with a section of examples.
-   It imports the function of step 1 in its body and returns the exit code.
+2. Write a function with the command's name and options in `cli/conversion.py`, `cli/inspection.py`, `cli/train.py`
+   or `cli/evaluation.py`. Shared options are in `cli/options.py`. Its docstring is the help text and ends with a
+   section of examples. It imports the function of step 1 in its body and returns the exit code.
 3. Add it to `COMMANDS` below.
 
     @expand_option_groups                             # option_groups.py: a group of options is one parameter
@@ -30,6 +30,7 @@ import typer
 from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
+from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
@@ -43,9 +44,10 @@ from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
-    *(plan, train, generate),
+    *(plan, train, evaluate, generate),
     *(demo, models, recipes, check_family, env),
 )
+COMMAND_NAMES = {evaluate: "eval"}  # of functions that have another name than their command
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)
 ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
 
@@ -96,6 +98,11 @@ def prep(
         raise typer.Exit(USAGE)
 
 
+def command_name(command: Callable[..., int]) -> str:
+    """Return the name of a command: that of its function, with a few exceptions."""
+    return COMMAND_NAMES.get(command, command.__name__.replace("_", "-"))
+
+
 def _help_text(command: Callable[..., int]) -> str:
     """Return a command's docstring with Click's marker against re-wrapping before its examples."""
     return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
@@ -106,5 +113,5 @@ for command in LAUNCH_COMMANDS:
     launch_app.command(cls=StrictCommand, help=_help_text(command))(command)
 for command in COMMANDS:
     command_class = OneProcessCommand if command in ONE_PROCESS_COMMANDS else StrictCommand
-    app.command(cls=command_class, help=_help_text(command))(command)
+    app.command(command_name(command), cls=command_class, help=_help_text(command))(command)
 app.add_typer(launch_app, name="launch")

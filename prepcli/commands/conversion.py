@@ -60,7 +60,7 @@ class CommonOptions:
     restart: bool = False
     offline: bool = False
     revision: str | None = None
-    step: int | None = None  # step of a training run; None: the last step
+    step: int | str | None = None  # step of a training run: a number, `best` or `last`; None: the last step
     process_options: ProcessOptions = ONE_PROCESS
     stream: bool = False  # read from the hub without a local copy
     config: Path | None = None  # config.json, for a checkpoint without one

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.compute_together import compute_together
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
+from prepcli.commands.model_files import eos_token_ids, find_source_tokenizer
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
-from prepcli.commands.train_together import run_together
 from prepcli.console.formatting import format_duration
-from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel, open_model
-from prepcli.sources.source import Source, read_config
-from trainer.models.process_address import ProcessAddress, ProcessSettings, process_address
-from trainer.recipe.run_tables import Cluster
+from prepcli.sources.source import Source
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ModelSpec
 
-GENERATION_CONFIG_FILE = "generation_config.json"
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = (
     "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
@@ -85,35 +81,18 @@ def generate(request: GenerateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: A prompt or option is invalid, or the checkpoint, tokenizer or devices cannot be used.
     """
-    address = process_address(ProcessSettings(), os.environ) if request.mesh is not None else None
-    if address is None or address.count == 1:
-        return _generate(request, list(read_prompts(request.prompts_file)) if request.prompts_file else [], ui)
-    with label_errors(address.index):
-        group, process_ui = _start_processes(address, ui), ui.for_process(address.index)
-        with run_together(group, Cluster(), process_ui, has_saved_step=lambda: False) as enter_phase:
-            enter_phase("generate")
-            report = _generate(request, _read_prompts_in_group(request, group), process_ui)
-    return replace(report, process=address.index)
+
+    def compute(group: ProcessGroup | None, process_ui: Ui) -> Report:
+        return _generate(request, _read_file_prompts(request, group), process_ui)
+
+    return compute_together(request.mesh, ui, phase="generate", compute=compute)
 
 
-def _start_processes(address: ProcessAddress, ui: Ui) -> ProcessGroup:
-    """Connect the processes of a job."""
-    silence_jax(ui)
-    from trainer.distributed.start import start_processes
-
-    defaults = Cluster()
-    return start_processes(
-        replace(address, job=address.job or "prep generate"),
-        start_timeout_s=defaults.start_timeout,
-        heartbeat_timeout_s=defaults.heartbeat_timeout,
-    )
-
-
-def _read_prompts_in_group(request: GenerateRequest, group: ProcessGroup) -> list[str]:
+def _read_file_prompts(request: GenerateRequest, group: ProcessGroup | None) -> list[str]:
     """Return the prompts of the request's file; process 0 alone reads stdin, as launchers pass it to one process."""
     if request.prompts_file is None:
         return []
-    if request.prompts_file != STDIN:
+    if request.prompts_file != STDIN or group is None:
         return list(read_prompts(request.prompts_file))
     texts = list(read_prompts(STDIN)) if group.index == 0 else []
     return json.loads(group.broadcast("prompts", json.dumps(texts)))
@@ -164,7 +143,7 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
             )
             generation_config = GenerationConfig(
                 request.max_new_tokens or max(1, default_new_tokens),
-                _eos_token_ids(source, model.true_vocab_size),
+                eos_token_ids(source, model.true_vocab_size),
                 sampling,
             )
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
@@ -183,10 +162,9 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
 
 def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
     """Load the tokenizer; return None if there is none and all prompts are token ids, else raise PrepError."""
-    from trainer.data.tokenizer import find_tokenizer, load_tokenizer
+    from trainer.data.tokenizer import load_tokenizer
 
-    folders = dict.fromkeys(path.parent for path in source.small_files)
-    path = request.tokenizer or next(filter(None, map(find_tokenizer, folders)), None)
+    path = request.tokenizer or find_source_tokenizer(source)
     hint = "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
         if not is_required:
@@ -199,10 +177,6 @@ def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool)
         if not is_required and request.tokenizer is None:
             return None  # prompts as token ids need no tokenizer
         raise PrepError(error.what, error.why, hint) from error
-
-
-def _find_side_file(source: Source, name: str) -> Path | None:
-    return next((path for path in source.small_files if path.name == name), None)
 
 
 def _encode_prompts(
@@ -221,17 +195,6 @@ def _encode_prompts(
         decoder_start_token_id(config, model.true_vocab_size) if model.arch_config.encoder is not None else None
     )
     return _EncodedPrompts((*encoded_texts, *ids), (*texts, *decoded), decoder_start_id)
-
-
-def _eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
-    """Return the token ids that end a text, from generation_config.json or else config.json.
-
-    Ids outside of the vocabulary are left out.
-    """
-    config_path = _find_side_file(source, GENERATION_CONFIG_FILE)
-    eos = (read_config(config_path) if config_path else {}).get("eos_token_id", source.config.get("eos_token_id"))
-    ids = (token_id for token_id in (eos if isinstance(eos, list) else [eos]) if type(token_id) is int)
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab)
 
 
 def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_config: GenerationConfig) -> Generator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from contextlib import ExitStack
@@ -18,6 +19,13 @@ from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_data import DataFinder
+from prepcli.commands.train_exports import (
+    check_repository,
+    make_missing_exports,
+    push_last_step,
+    remove_exports,
+    step_exports,
+)
 from prepcli.commands.train_files import kept_note, open_metrics, store_metrics, write_recipe
 from prepcli.commands.train_folder import check_shared_folder, run_place
 from prepcli.commands.train_lora import base_facts, check_base, with_adapters
@@ -31,14 +39,17 @@ from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
+from prepcli.execution.kept_steps import KeepRule
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
+from prepcli.execution.step_exports import StepExports
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
+    from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
 
 MAX_ISA = "--xla_cpu_max_isa"
@@ -119,7 +130,9 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         if request.dry_run:
             return dry_run_report(run)
         if run.step == run.job.steps:
-            return finished_report(run)
+            make_missing_exports(run, ui)
+            return push_last_step(run, finished_report(run), ui)
+        check_repository(run, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
         with start.rename_in_errors():
@@ -236,9 +249,13 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
 
     sharding = run.job.setup.forward_config.sharding
     reporter = TrainReporter(job.ui, run.job.steps, run.job.tokens_per_step)
-    with _open_store(run, str(sharding.mesh), job.ui) as store:
+    exports = step_exports(run, job.ui)
+    with _open_store(run, str(sharding.mesh), job.ui, exports=exports) as store:
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
+            remove_exports(run)
+        if exports is not None:
+            exports.start_missing(store.steps())
         if run.group.index == 0:
             write_recipe(run)
         metrics = open_metrics(run)
@@ -251,19 +268,42 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
                 callbacks=reporter,
                 poll_stop_reason=stop_signal,
                 enter_phase=job.enter_phase,
+                best_eval_loss=_best_eval_loss(run, store),
+                profiler=_profiler(run),
             ).run()
+        if exports is not None and result.stop_reason:
+            exports.abandon()
         store_metrics(run)
     if result.stop_reason:
         return stopped_report(run, result, reporter.fields)
-    return finished_report(run, reporter.fields)
+    return push_last_step(run, finished_report(run, reporter.fields), job.ui)
 
 
-def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
+def _best_eval_loss(run: Run, store: RunFolder) -> float:
+    """Return the lowest loss of a saved step, as process 0 sees the run; infinity without one."""
+    if not run.job.saves_best:
+        return math.inf
+    return float(run.group.broadcast("best loss", repr(store.best_eval_loss() if run.group.index == 0 else math.inf)))
+
+
+def _profiler(run: Run) -> StepProfiler | None:
+    """Return the profiler of process 0; None if the recipe records no steps."""
+    from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
+
+    profile = run.recipe.train.profile
+    if profile is None or run.group.index > 0:
+        return None
+    return StepProfiler(profile["start"], profile["steps"], run.folder / PROFILE_FOLDER)
+
+
+def _open_store(run: Run, mesh: str, ui: Ui, *, exports: StepExports | None) -> RunFolder:
+    checkpoint = run.recipe.checkpoint
     return RunFolder(
         run.place,
         run.start_checkpoint,
         name=run.recipe.name,
-        keep=run.recipe.checkpoint.keep,
+        keep=KeepRule(checkpoint.keep, checkpoint.milestones, checkpoint.best is not None),
+        exports=exports,
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,

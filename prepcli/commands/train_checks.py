@@ -183,7 +183,8 @@ def disk_warnings(folder: Path, recipe: Recipe, leaves: Mapping[str, ParamLeaf],
     one_nbytes = checkpoint_nbytes(recipe, leaves)
     every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
     saves = -(-steps_left // every) if every else min(steps_left, 1)
-    num_checkpoints = _max_checkpoints(saves, keep)
+    milestones = steps_left // recipe.checkpoint.milestones if recipe.checkpoint.milestones else 0
+    num_checkpoints = _max_checkpoints(saves, keep) + milestones + (recipe.checkpoint.best is not None)
     free_nbytes = shutil.disk_usage(_nearest_existing_folder(folder)).free
     if num_checkpoints * one_nbytes > free_nbytes:
         sizes = f"{num_checkpoints:,} checkpoints of {format_bytes(one_nbytes)}"

@@ -7,6 +7,7 @@ writes and removes steps, so that each step is complete or invisible.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,10 @@ from prepcli.engine.budget import make_budget
 from prepcli.errors import PrepError
 from prepcli.execution.background_save import BackgroundSave, FinishedSave
 from prepcli.execution.joint_work import joint_work
+from prepcli.execution.kept_steps import KeepRule, StepLosses, removable_steps
 from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_place import RunPlace, StepSave
+from prepcli.execution.step_exports import StepExports
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import PREP_KEYS
 from prepcli.planning.plan import Plan, SmallFile
@@ -44,7 +47,8 @@ class RunFolder:
         start_checkpoint: Path | StartModel,
         *,
         name: str,
-        keep: int | Literal["all"] = "all",
+        keep: KeepRule | int | Literal["all"] = "all",
+        exports: StepExports | None = None,
         request: str = "prep train",
         config: Mapping[str, Any] | None = None,
         mesh: str | None = None,
@@ -62,7 +66,8 @@ class RunFolder:
             place: Place of the run, or its local folder.
             start_checkpoint: Checkpoint or model to start or resume from; its settings are the defaults.
             name: Name of the run.
-            keep: Number of steps to keep.
+            keep: The steps to keep, or the number of newest ones.
+            exports: Exports some of the steps in process 0.
             request: Command line, for the manifest.
             config: Config of the model; None for that of the checkpoint, like the following arguments.
             mesh: Mesh of the saved tree.
@@ -87,7 +92,8 @@ class RunFolder:
         }
         self._extra_files()  # raises before the first step if a link leaves the checkpoint
         self._place = LocalRun(place) if isinstance(place, Path) else place
-        self._keep, self._request = keep, request
+        self._keep, self._request = keep if isinstance(keep, KeepRule) else KeepRule(keep), request
+        self._losses, self._exports = StepLosses(self._read_manifest), exports
         self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
         self._group, self._free_memory_nbytes = group, free_memory_nbytes
         self._pending: BackgroundSave | None = None
@@ -128,6 +134,9 @@ class RunFolder:
         try:
             with contextlib.suppress(*((Exception,) if is_reported else ())):
                 self._wait_for_save()
+            if error is None and self._exports is not None:
+                self._exports.wait()
+                self._remove_old_steps()
         finally:
             self.close()
 
@@ -211,6 +220,8 @@ class RunFolder:
         self._place.write_step(save)
         self._hf_folder = self._place.model_files_folder(step) or self._hf_folder
         with joint_work(self._group, f"save-{step}-ended"):
+            if self._is_first and self._exports is not None:
+                self._exports.start(step)
             self._remove_old_steps()
 
     def _check_new_step(self, step: int) -> None:
@@ -219,10 +230,20 @@ class RunFolder:
             raise PrepError(f"{self._place.step_name(step)} exists", why, hint)
 
     def _remove_old_steps(self) -> None:
-        if isinstance(self._keep, str) or not self._is_first:
+        if self._keep.newest == "all" or not self._is_first:
             return
-        for step in self.steps()[: -self._keep]:
+        in_use = self._exports.in_use() if self._exports is not None else ()
+        for step in removable_steps(self.steps(), self._keep, self._losses, in_use):
             self._place.remove_step(step)
+
+    def _read_manifest(self, step: int) -> Mapping[str, Any]:
+        with self._place.open_step(step, verify=False) as reader:
+            return reader.manifest
+
+    def best_eval_loss(self) -> float:
+        """Return the lowest loss in the manifest of a step; infinity without one."""
+        best = self._losses.best_step(self.steps())
+        return math.inf if best is None else self._losses.losses[best]
 
     def _plan(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> Plan:
         """Return the plan of a save; the part that does not depend on the step is made once."""

@@ -5,15 +5,18 @@ In an object store, whose folders are only prefixes of names, a step exists if i
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM
+from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM, read_manifest
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
+EVAL_LOSS = "eval_loss"  # key of a step's manifest
 RECIPE_FILE = "recipe.toml"  # of each run
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
@@ -37,6 +40,23 @@ def saved_steps(run: Path) -> list[int]:
 
 def _is_step(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
+
+
+def best_step(run: Path) -> int | None:
+    """Return the step of a run whose evaluation has the lowest loss; None if no step has a loss."""
+    return lowest_loss({step: manifest_loss(read_manifest(step_folder(run, step)) or {}) for step in saved_steps(run)})
+
+
+def manifest_loss(manifest: Mapping[str, Any]) -> float:
+    """Return the loss of the evaluation that a step's manifest has; infinity if it has none."""
+    loss = manifest.get(EVAL_LOSS)
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+
+
+def lowest_loss(losses: Mapping[int, float]) -> int | None:
+    """Return the step with the lowest loss, the first of equal ones; None if all are infinite."""
+    best = min(losses, key=lambda step: (losses[step], step), default=None)
+    return None if best is None or losses[best] == math.inf else best
 
 
 def listed_steps(paths: Iterable[str]) -> list[int]:

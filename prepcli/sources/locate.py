@@ -37,7 +37,7 @@ def locate(
     name: str,
     revision: str | None = None,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     cwd: Path | None = None,
     access: Access = DEFAULT_ACCESS,
 ) -> LocatedCheckpoint:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.run_steps import STEP_NAME, best_step, saved_steps, step_folder
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
 from trainer.models.suggest import suggest
 
+BEST, LAST = "best", "last"  # names of steps
 PARTIAL_SUFFIX = ".partial"
 MAX_LISTED_FOLDERS = 8
 
@@ -92,7 +93,7 @@ Reference = LocalPath | RunStep | HubRepo | BucketUrl
 
 
 def parse_reference(
-    name: str, revision: str | None = None, *, step: int | None = None, cwd: Path | None = None
+    name: str, revision: str | None = None, *, step: int | str | None = None, cwd: Path | None = None
 ) -> Reference:
     """Parse the name of a checkpoint; existing paths take precedence, then URLs, aliases and hub ids.
 
@@ -100,7 +101,7 @@ def parse_reference(
         name: A path, an object store URL, an alias or a hub id. An alias or hub id may be followed by `@REVISION`, a
             path may follow an EasyLM part, as in `params::PATH`.
         revision: Revision on the hub.
-        step: Step of the training run `name`.
+        step: Step of the training run `name`: its number, `best` (lowest evaluation loss) or `last`.
         cwd: Folder that relative paths start from, without `step`; the working directory by default.
 
     Raises:
@@ -152,16 +153,40 @@ def _has_manifest(folder: Path) -> bool:
         return False
 
 
-def _parse_step(run: str, step: int) -> RunStep | BucketUrl:
+def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     """Return the reference to a run's step; raise UsageError if a local run does not have it."""
+    if isinstance(step, str) and step not in (BEST, LAST) and not STEP_NAME.fullmatch(step):
+        raise usage_error(f"`--step {step}` is invalid", "it takes the number of a step, best or last")
     if is_url(run):
-        return BucketUrl(f"{run.rstrip('/')}/{step}", parse_url(f"{run.rstrip('/')}/{step}"))
-    reference = RunStep(Path(run), step)
-    steps = saved_steps(reference.path.parent)
-    if step in steps:
-        return reference
+        return _parse_step_url(run, str(step))
+    folder = Path(run).expanduser()
+    steps = saved_steps(folder)
+    number = _step_number(folder, step, steps)
+    if number is not None and number in steps:
+        return RunStep(Path(run), number)
     why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
-    raise usage_error(f"{run} has no step {step}", why)
+    if steps and step == BEST:
+        why, hint = f"{why}; none has an evaluation loss", '`checkpoint.best = "eval_loss"` records it'
+        raise usage_error(f"{run} has no best step", why, hint)
+    raise usage_error(f"{run} has no step {step}" if step not in (BEST, LAST) else f"{run} has no step", why)
+
+
+def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | None:
+    """Return the number of a step; None if there is no best or last one."""
+    if step == LAST:
+        return steps[-1] if steps else None
+    return best_step(folder) if step == BEST else int(step)
+
+
+def _parse_step_url(run: str, step: str) -> BucketUrl:
+    """Return the reference to a step of a run in an object store."""
+    if step == LAST:
+        return BucketUrl(run, parse_url(run))
+    if step == BEST:
+        why = "the manifests of all steps would be read over the network"
+        raise usage_error(f"`--step {BEST}` is not supported for {run}", why, "`--step N`")
+    url = f"{run.rstrip('/')}/{step}"
+    return BucketUrl(url, parse_url(url))
 
 
 def _without_revision(reference: LocalPath | RunStep | BucketUrl, revision: str | None) -> Reference:

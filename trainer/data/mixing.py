@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from trainer.data.order import Int64Array, permute_epochs, steps_for_rows
+from trainer.data.order import Int64Array, interval_of_rows, permute_epochs, steps_for_rows
 from trainer.data.packing import Arrays, ColumnSpecs, Dataset, RowIndices, check_rows
 
 MAX_PERIOD = 1 << 16  # rows of the pattern; weights that need more are rounded
@@ -161,6 +161,10 @@ class MixedOrder:
         """Return the epoch of each row of a step in its source."""
         sources, indices = self.mixture.locate(step * self.batch_size + np.arange(self.batch_size, dtype=np.int64))
         return indices // np.array(self.source_rows, np.int64)[sources]
+
+    def epoch_interval(self, epochs: float) -> Fraction:
+        """Return the steps of `epochs` epochs, not rounded; see `steps_per_epoch`."""
+        return interval_of_rows(epochs, self.n_rows, self.batch_size)
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that take `epochs` times the rows of all sources, at least 1."""

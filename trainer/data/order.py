@@ -54,6 +54,10 @@ class SampleOrder:
         """Steps of one pass over the rows."""
         return self.n_rows / self.batch_size
 
+    def epoch_interval(self, epochs: float) -> Fraction:
+        """Return the steps of `epochs` passes over the rows, not rounded."""
+        return interval_of_rows(epochs, self.n_rows, self.batch_size)
+
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
         return steps_for_rows(epochs, self.n_rows, self.batch_size)
@@ -85,6 +89,10 @@ class RowOrder(Protocol):
         """Return the epoch of each row of a step."""
         ...
 
+    def epoch_interval(self, epochs: float) -> Fraction:
+        """Return the steps of a number of epochs, not rounded."""
+        ...
+
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover a number of epochs, at least 1."""
         ...
@@ -92,8 +100,12 @@ class RowOrder(Protocol):
 
 def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
     """Return the number of steps that cover `epochs` passes over `n_rows` rows, at least 1."""
-    exact = Fraction(epochs).limit_denominator(1_000_000) * n_rows / batch_size
-    return max(1, math.ceil(exact))
+    return max(1, math.ceil(interval_of_rows(epochs, n_rows, batch_size)))
+
+
+def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
+    """Return the steps of `epochs` passes over `n_rows` rows, not rounded."""
+    return Fraction(epochs).limit_denominator(1_000_000) * n_rows / batch_size
 
 
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:

@@ -19,6 +19,7 @@ from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
+from trainer.recipe.save_checks import find_save_problems
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
@@ -48,6 +49,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
         yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
+    yield from find_save_problems(recipe)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
@@ -191,7 +193,7 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
         if data.holdout and value_of(recipe, key):
             yield _exclusive_keys(recipe, "data.holdout", key, "both set the evaluation data")
     has_eval_data = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
-    for key in ("train.eval_every", "eval.limit", "eval.at_start"):
+    for key in ("train.eval_every", "train.eval_every_epochs", "eval.limit", "eval.at_start"):
         if value_of(recipe, key) and not data.holdout and not has_eval_data:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             what = f"`{key}` is {format_value(value_of(recipe, key))}"

@@ -70,6 +70,7 @@ RatioRange = Annotated[
 
 
 PATH_OR_SOURCES = {"absent": "required, or `sources`"}
+ProfileSteps = Annotated[dict[str, Any], WithJsonSchema({"type": "object"})]
 
 
 def if_absent(meaning: str) -> dict[str, Any]:

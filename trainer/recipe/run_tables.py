@@ -22,7 +22,7 @@ class Eval(BaseModel):
         default=None,
         description="evaluate before the first step of the run",
         examples=[True],
-        json_schema_extra=if_absent("true if `train.eval_every` is set"),
+        json_schema_extra=if_absent("true with evaluations in [train]"),
     )
 
 
@@ -34,13 +34,45 @@ class Checkpoint(BaseModel):
     every: NonNegativeInt = Field(
         default=0, description="steps between two checkpoints; 0: only after the last step", examples=[500]
     )
+    every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="passes over the sequences between two checkpoints",
+        examples=[1],
+        json_schema_extra=if_absent("from `every`"),
+    )
     keep: PositiveInt | Literal["all"] = Field(
         default=2, description="checkpoints to keep, the newest ones", examples=[2]
+    )
+    milestones: NonNegativeInt = Field(
+        default=0, description="steps between two checkpoints that are kept for ever; 0: none", examples=[10000]
+    )
+    best: Literal["eval_loss"] | None = Field(
+        default=None,
+        description="save each step whose evaluation has the lowest loss so far, and keep the best one",
+        examples=["eval_loss"],
+        json_schema_extra=if_absent("evaluations save no checkpoint"),
     )
     optimizer_state: bool = Field(
         default=True,
         description="save the optimizer state, which resuming needs; false: only parameters",
         examples=[True],
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32",
+        description="dtype of the parameters in checkpoints without optimizer state",
+        examples=["bfloat16"],
+    )
+    export_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between two exports to Hugging Face folders `exports/STEP` in the run's folder; 0: none",
+        examples=[1000],
+    )
+    push: str | None = Field(
+        default=None,
+        min_length=1,
+        description="repository on the hub that receives the export of the last step",
+        examples=["me/llama-13b"],
+        json_schema_extra=if_absent("no upload"),
     )
 
 

@@ -148,10 +148,13 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "train.max_skipped": ("max_skipped_steps", "max_consecutive_nans"),
     "eval.limit": ("max_eval_samples", "max_eval_examples", "eval_samples", "eval.size"),
     "checkpoint.every": (
-        "save_steps", "save_every", "save_interval", "save_model_freq", "save_milestone_freq", "checkpoint_period",
+        "save_steps", "save_every", "save_interval", "save_model_freq", "checkpoint_period",
         "checkpoint_every", "save_freq", "checkpoint.interval", "checkpoint_interval",
     ),
     "checkpoint.keep": ("save_total_limit", "keep_latest_k", "max_to_keep", "max_checkpoints", "keep_last_n"),
+    "checkpoint.milestones": ("save_milestone_freq", "milestone_freq"),
+    "checkpoint.best": ("load_best_model_at_end", "metric_for_best_model", "save_best"),
+    "checkpoint.push": ("push_to_hub", "hub_model_id"),
     "checkpoint.optimizer_state": ("save_optimizer_state", "save_only_model", "last_save_model_only"),
 }  # fmt: skip
 
@@ -170,7 +173,6 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(
         ("half_precision_backend", "fp16_opt_level"), '`dtype = "float16"` in [model] computes in float16'
     ),
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), "`prep export RUN --push OWNER/NAME` after the run"),
     **dict.fromkeys(
         ("report_to", "wandb", "use_wandb", "wandb_project", "wandb_log", "logging_dir", "tensorboard"),
         "metrics are written to RUN/metrics.jsonl",

@@ -18,6 +18,7 @@ from trainer.recipe.key_types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ProfileSteps,
     RuleTexts,
     UnitInterval,
     if_absent,
@@ -102,6 +103,18 @@ class Train(BaseModel):
         default=0,
         description="steps between two evaluations; 0: only at the end, if there is evaluation data",
         examples=[500],
+    )
+    eval_every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="passes over the sequences between two evaluations",
+        examples=[0.5],
+        json_schema_extra=if_absent("from `eval_every`"),
+    )
+    profile: ProfileSteps | None = Field(
+        default=None,
+        description="steps to record with the profiler of JAX, in the folder `profile` of the run",
+        examples=[{"start": 10, "steps": 3}],
+        json_schema_extra=if_absent("no profile"),
     )
     reduction: Literal["fast", "exact"] = Field(
         default="fast",

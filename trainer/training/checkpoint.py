@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,11 +14,12 @@ from trainer.distributed.process_shards import index_box
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.training.step import TrainState, leaf_name
 
-PARAMS, OPT_STATE = "params", "opt_state"
+OPT_STATE, PARAMS = "opt_state", "params"
+FLOAT32 = "float32"
 
 
 def host_leaves(
-    state: TrainState, optimizer_state: bool = True, *, frozen: Collection[str] = ()
+    state: TrainState, optimizer_state: bool = True, *, frozen: Collection[str] = (), param_dtype: str = FLOAT32
 ) -> dict[str, HostLeaf]:
     """Return the leaves of the state by name, with the shards that this process saves.
 
@@ -25,12 +27,27 @@ def host_leaves(
         state: The training state.
         optimizer_state: Include the optimizer's moments.
         frozen: Paths of parameters to leave out.
+        param_dtype: Dtype to which the parameters are cast on the host.
     """
     kept = state if optimizer_state else {name: value for name, value in state.items() if name != OPT_STATE}
     excluded = {f"{PARAMS}.{path}" for path in frozen}
     named = [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(kept)[0]]
     leaves = [(name, leaf) for name, leaf in named if name not in excluded]
-    return {name: _host_leaf(leaf, number) for number, (name, leaf) in enumerate(leaves)}
+    host = {name: _host_leaf(leaf, number) for number, (name, leaf) in enumerate(leaves)}
+    if param_dtype == FLOAT32:
+        return host
+    return {name: _cast(leaf, param_dtype) if name.startswith(f"{PARAMS}.") else leaf for name, leaf in host.items()}
+
+
+def _cast(leaf: HostLeaf, dtype: str) -> HostLeaf:
+    """Return a leaf whose shards are cast when they are fetched."""
+    to_dtype = jax.numpy.dtype(dtype)
+    shards = tuple(HostShard(shard.box, partial(_fetch_cast, shard, to_dtype)) for shard in leaf.shards)
+    return HostLeaf(leaf.shape, dtype, shards)
+
+
+def _fetch_cast(shard: HostShard, dtype: np.dtype[Any]) -> np.ndarray:
+    return shard.fetch().astype(dtype)
 
 
 def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
+import numpy as np
 from jax import Array
 
 from trainer.data.order import eval_batches
@@ -22,7 +23,7 @@ from trainer.training.feed import TokenBatch, load_batch
 
 METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
-EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
+EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]  # sums of a batch [], or of each row [batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,29 @@ def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_sha
     return jax.jit(partial(exact.sum_losses, sum_losses), compiler_options=compiler_options())
 
 
+def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
+    """Return a function that computes the same sums for each row alone, with the same rounding on every mesh.
+
+    Each device holds all parameters, and computes its rows one after the other. `evaluate` then returns the same bits
+    for every mesh and batch size.
+
+    Args:
+        model: The model.
+        forward_config: Execution options.
+    """
+    sharding = forward_config.sharding
+    on_device = replace(forward_config, sharding=ShardingContext())
+
+    def sum_row(params: Tree, row: TokenBatch) -> Mapping[str, Array]:
+        return transformer.loss_sums(params, row, model, on_device)._asdict()
+
+    def sum_rows(params: Tree, batch: TokenBatch) -> Mapping[str, Array]:
+        exact = ExactReduction(len(batch["tokens"]), sharding, model.leaves)
+        return exact.map_shards(sum_row, params, batch)
+
+    return jax.jit(sum_rows, out_shardings=sharding.replicated_sharding(), compiler_options=compiler_options())
+
+
 def evaluate(
     params: Tree,
     dataset: Dataset,
@@ -89,12 +113,12 @@ def evaluate(
     batch_size: int,
     limit: int = 0,
 ) -> EvaluationResult:
-    """Compute loss and accuracy on a dataset; sums of batches are added in float64.
+    """Compute loss and accuracy on a dataset; the sums of batches or rows are added without rounding.
 
     Args:
         params: Float32 parameters, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
-        eval_step: Computes the sums of a batch, from `jit_eval_step`.
+        eval_step: Computes the sums of a batch or of its rows, from `jit_eval_step` or `jit_row_eval_step`.
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
         limit: Number of rows to evaluate on, from the first; 0 for all.
@@ -102,10 +126,11 @@ def evaluate(
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    totals: dict[str, float] = dict.fromkeys(LossSums._fields, 0.0)
+    values: dict[str, list[float]] = {name: [] for name in LossSums._fields}
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
-        sums = eval_step(params, load_batch(dataset, rows, sharding))
-        totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+        for name, sums in eval_step(params, load_batch(dataset, rows, sharding)).items():
+            values.setdefault(name, []).extend(np.ravel(sums).tolist())
+    totals = {name: _exact_sum(sums) for name, sums in values.items()}
     weight = totals["weight"]
     means = {name: total / weight if weight else math.nan for name, total in totals.items()}
     return EvaluationResult(
@@ -116,3 +141,19 @@ def evaluate(
             name.removeprefix(METRIC_PREFIX): mean for name, mean in means.items() if name.startswith(METRIC_PREFIX)
         },
     )
+
+
+def combine_results(results: Iterable[EvaluationResult]) -> EvaluationResult:
+    """Return the result over the tokens of several datasets; datasets without tokens do not count."""
+    counted = [result for result in results if result.num_tokens]
+    num_tokens = sum(result.num_tokens for result in counted)
+    return EvaluationResult(
+        mean_loss=math.fsum(r.mean_loss * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
+        accuracy=math.fsum(r.accuracy * r.num_tokens for r in counted) / num_tokens if counted else math.nan,
+        num_tokens=num_tokens,
+    )
+
+
+def _exact_sum(values: list[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order; infinite and NaN values are added too."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -61,6 +61,15 @@ class ExactReduction:
 
         return self._map_devices(sum_local, REPLICATED)(params, batch)
 
+    def map_shards(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch) -> Any:
+        """Compute a function of parameters and rows for each logical shard; arrays of its result are [shards, ...]."""
+
+        def map_local(params: Tree, rows: TokenBatch) -> Any:
+            one = _one(rows)
+            return lax.map(lambda shard: call_in_loop(partial(function, params), shard, one), self._local_shards(rows))
+
+        return self._map_devices(map_local, PartitionSpec(tuple(self._batch_axes)))(params, batch)
+
     def sum_gradients(
         self, value_and_grad: Callable[[Tree, TokenBatch], Any], params: Tree, batch: TokenBatch
     ) -> tuple[Tree, dict[str, Array], Array]:
@@ -111,9 +120,12 @@ class ExactReduction:
 
     def _sum_device(self, function: Callable[[Tree, TokenBatch], Any], params: Tree, rows: TokenBatch) -> Any:
         """Sum a function over the logical shards of one device."""
+        return sum_in_tree(partial(function, params), self._local_shards(rows), one=_one(rows))
+
+    def _local_shards(self, rows: TokenBatch) -> dict[str, Array]:
+        """Split the rows of one device into its logical shards."""
         num_local = self.num_shards // math.prod(self._batch_axes.values())
-        shards = jax.tree.map(lambda array: array.reshape(num_local, -1, *array.shape[1:]), dict(rows))
-        return sum_in_tree(partial(function, params), shards, one=_one(rows))
+        return {name: array.reshape(num_local, -1, *array.shape[1:]) for name, array in rows.items()}
 
     def _block_sums(self, path: str, shard: Array, spec: PartitionSpec, *, one: Array) -> Array:
         """Compute the sums of squares of all blocks of a gradient."""

@@ -47,6 +47,16 @@ def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingConte
     }
 
 
+def place_batch(rows: Arrays, sharding: ShardingContext) -> dict[str, Array]:
+    """Place the columns of a whole batch, which all processes have, on the devices of a mesh without sp."""
+    columns = {name: (array.shape[1], array.dtype) for name, array in rows.items()}
+    shapes = column_shapes(columns, len(rows["tokens"]), sharding)
+    return {
+        name: jax.make_array_from_callback(shape.shape, shape.sharding, lambda index, name=name: rows[name][index])
+        for name, shape in shapes.items()
+    }
+
+
 def load_batch(
     dataset: Dataset, rows: Int64Array, sharding: ShardingContext, *, epochs: Int64Array | None = None
 ) -> dict[str, Array]:

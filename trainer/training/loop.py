@@ -16,10 +16,13 @@ from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
-from trainer.training.checkpoint import host_leaves
+from trainer.training.checkpoint import FLOAT32, host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
+from trainer.training.intervals import Interval, is_due
 from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.param_casts import count_changed_values
+from trainer.training.profiling import StepProfiler
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
@@ -43,6 +46,9 @@ class Job:
         log_every: Steps between two log lines.
         eval_every: Steps between two evaluations; 0 to evaluate only after the last step.
         save_every: Steps between two checkpoints; 0 to save only after the last step.
+        also_save_every: Further intervals of checkpoints, such as that of milestones.
+        saves_best: Save each step whose evaluation has the lowest loss so far, with the loss in its manifest.
+        param_dtype: Dtype of the saved parameters; other than float32 only without the optimizer's moments.
         optimizer_state: Save the optimizer's moments.
         max_skipped: Consecutive skipped steps that end the run.
         manifest_fields: Extra entries for the manifest of every checkpoint.
@@ -57,13 +63,16 @@ class Job:
     evaluation: Dataset | None
     eval_limit: int
     log_every: int
-    eval_every: int
-    save_every: int
+    eval_every: Interval
+    save_every: Interval
     optimizer_state: bool
     max_skipped: int
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
     eval_at_start: bool | None = None
+    also_save_every: tuple[Interval, ...] = ()
+    saves_best: bool = False
+    param_dtype: str = FLOAT32
 
     @property
     def evaluates_at_start(self) -> bool:
@@ -133,6 +142,8 @@ class Loop:
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
         enter_phase: Callable[[str], None] = lambda _: None,
+        best_eval_loss: float = math.inf,
+        profiler: StepProfiler | None = None,
     ) -> None:
         """Create a loop that starts at the step of `state`.
 
@@ -144,11 +155,14 @@ class Loop:
             callbacks: Receives progress reports.
             poll_stop_reason: Called before every step; a non-empty reason stops the run, in all processes.
             enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
+            best_eval_loss: Lowest loss in the manifest of a saved step.
+            profiler: Records some of the steps.
         """
         self.job, self.state = job, state
         self.store, self.metrics, self.callbacks = store, metrics, callbacks
         self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
-        self.enter_phase = enter_phase
+        self.enter_phase, self.profiler = enter_phase, profiler
+        self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
         self.pending_save: tuple[int, PendingSave] | None = None
@@ -170,6 +184,8 @@ class Loop:
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
+            if self.profiler is not None:
+                self.profiler.before_step(self.step + 1, lambda: self._drain_metrics(0))
             batch = self._load_batch()
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
@@ -178,6 +194,8 @@ class Loop:
             self._report_save()
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)
+        if self.profiler is not None:
+            self.profiler.stop()
         if not reason and self._should_evaluate_at_end():
             self._evaluate()
         self._save()
@@ -212,10 +230,15 @@ class Loop:
         job = self.job
         if self.step == job.steps:
             return  # `run` evaluates and saves after the last step
-        if job.eval_every and self.step % job.eval_every == 0:
+        if is_due(self.step, job.eval_every):
             self._evaluate()
-        if job.save_every and self.step % job.save_every == 0:
+        if any(is_due(self.step, every) for every in (job.save_every, *job.also_save_every)) or self._is_best():
             self._save()
+
+    def _is_best(self) -> bool:
+        """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
+        eval_loss = self.eval_losses.get(self.step, math.inf)
+        return self.job.saves_best and eval_loss < self.best_eval_loss
 
     def _should_evaluate_at_end(self) -> bool:
         return self.step == self.job.steps and self.step > self.start_step
@@ -277,6 +300,7 @@ class Loop:
             "eval_tokens": result.num_tokens,
             **{f"eval_{name}": finite_or_none(value) for name, value in result.metrics.items()},
         }
+        self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
         self.timer.resume()
@@ -292,10 +316,24 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=self.job.setup.model.frozen_paths)
-        self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
+        frozen, dtype = self.job.setup.model.frozen_paths, self.job.param_dtype
+        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, param_dtype=dtype)
+        self.pending_save = self.step, self.store.start_save(self.step, leaves, self._manifest_fields())
         self.last_saved_step = self.step
         self.timer.resume()
+
+    def _manifest_fields(self) -> Mapping[str, Any]:
+        """Return the entries of the manifest: those of the job, the loss of the step and the changed values."""
+        fields = dict(self.job.manifest_fields)
+        eval_loss = self.eval_losses.get(self.step, math.nan)
+        if self.job.saves_best and math.isfinite(eval_loss):
+            fields["eval_loss"] = eval_loss
+            self.best_eval_loss = min(self.best_eval_loss, eval_loss)
+        if self.job.param_dtype != FLOAT32:
+            fields["param_cast"] = count_changed_values(
+                self.state["params"], self.job.param_dtype, self.job.setup.model.frozen_paths
+            )
+        return fields
 
     def _report_save(self) -> None:
         """Report a save that has ended since the last call; raise its PrepError if it failed."""

@@ -90,4 +90,5 @@ def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:
             )
     for key, interval in (("train.eval_every", job.eval_every), ("checkpoint.every", job.save_every)):
         if interval > steps:
-            yield f"`{key}` is {interval:,}, but the run has {steps:,} steps: it happens only at the end"
+            every = f"{interval:,}" if isinstance(interval, int) else f"{float(interval):,g} steps"
+            yield f"`{key}` is {every}, but the run has {steps:,} steps: it happens only at the end"

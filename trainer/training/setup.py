@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from trainer.data.order import RowOrder
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
@@ -27,6 +28,7 @@ from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
+from trainer.training.intervals import Interval
 from trainer.training.loop import Job
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
@@ -173,8 +175,8 @@ def build_job(
         evaluation=datasets.evaluation,
         eval_limit=recipe.eval.limit,
         log_every=recipe.train.log_every,
-        eval_every=recipe.train.eval_every,
-        save_every=recipe.checkpoint.every,
+        eval_every=_interval(recipe.train.eval_every, recipe.train.eval_every_epochs, order),
+        save_every=_interval(recipe.checkpoint.every, recipe.checkpoint.every_epochs, order),
         optimizer_state=recipe.checkpoint.optimizer_state,
         max_skipped=recipe.train.max_skipped,
         manifest_fields={
@@ -186,7 +188,14 @@ def build_job(
         },
         stop_after=stop_after,
         eval_at_start=recipe.eval.at_start,
+        also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
+        saves_best=recipe.checkpoint.best is not None,
+        param_dtype=recipe.checkpoint.dtype,
     )
+
+
+def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:
+    return steps if epochs is None else order.epoch_interval(epochs)
 
 
 def build_step_setup(

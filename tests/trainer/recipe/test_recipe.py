@@ -136,7 +136,7 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
     conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "data.objective"}
-    conflicting |= {"optimizer.loss_scale", "lora.path", "data.sources", "data.eval_split", *START_KEYS}
+    conflicting |= {"optimizer.loss_scale", "lora.path", "data.sources", "data.eval_split", *START_KEYS, *SAVE_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in key_schemas_of("adamw").items()
@@ -186,6 +186,7 @@ TEXT_LISTS = (
     "optimizer.decay_exclude",
     "optimizer.decay_include",
 )
+SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")  # conflict with default examples
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
     "name": NAMES,
@@ -211,6 +212,7 @@ VALUES_BY_KEY = {
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
     "train.steps": st.integers(10, 2**30),
+    "train.profile": st.fixed_dictionaries({"start": st.integers(1, 99), "steps": st.integers(1, 9)}),
 }
 
 LORA_VALUES: list[dict[str, Any]] = [
@@ -254,7 +256,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded |= {"optimizer.loss_scale", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
-    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {"checkpoint.best", *SAVE_KEYS}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
     excluded |= {"data.sources", "data.eval_split", "data.objective", *NOISE_KEYS}

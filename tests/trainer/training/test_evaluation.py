@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from trainer.data.packing import Dataset
 from trainer.models.dropout_config import DropoutConfig
 from trainer.nn import transformer
 from trainer.nn.lm_head import LossSums, LossTerms
-from trainer.training.evaluation import EvaluationResult, evaluate, jit_eval_step
+from trainer.training.evaluation import (
+    EvaluationResult,
+    combine_results,
+    evaluate,
+    jit_eval_step,
+    jit_row_eval_step,
+)
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
 from trainer.training.step import StepSetup
@@ -141,3 +148,43 @@ def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     }
     assert callbacks.evaluations[0] == expected
     assert (tmp_path / METRICS_FILE).read_text().splitlines()[0] == json.dumps(expected)
+
+
+def run_row_evaluation(mesh: str, batch_size: int, config: Mapping[str, Any] = runs.GPT_NEO) -> EvaluationResult:
+    """Evaluate random parameters row by row."""
+    setup = runs.make_setup(config, mesh=mesh)
+    return evaluate(
+        runs.make_state(setup)["params"],
+        evaluation_data(setup),
+        eval_step=jit_row_eval_step(setup.model, setup.forward_config),
+        sharding=setup.sharding,
+        batch_size=batch_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch_size"),
+    slow_except(
+        [("1,1,1", 3), ("1,1,1", 8), ("2,2,2", 4), ("2,2,2", 8), ("1,8,1", 8), ("1,1,8", 3)],
+        [("1,1,1", 3), ("2,2,2", 8)],
+    ),
+)
+def test_row_evaluation_is_equal_on_any_mesh(mesh: str, batch_size: int):
+    with_all_devices = mesh != "1,1,1"
+    result = run_row_evaluation(mesh if with_all_devices else "", batch_size)
+    assert result == run_row_evaluation("", 1)
+    assert result.mean_loss == pytest.approx(run_evaluate(runs.make_setup()).mean_loss, rel=1e-6)
+
+
+def test_combined_result_weighs_datasets_by_tokens():
+    parts = [EvaluationResult(2.0, 0.5, 30), EvaluationResult(4.0, 0.0, 10), EvaluationResult(math.nan, math.nan, 0)]
+    assert combine_results(parts) == EvaluationResult(2.5, 0.375, 40)
+    assert math.isnan(combine_results(parts[2:]).mean_loss)
+
+
+def test_evaluation_of_an_infinite_loss_is_infinite():
+    sums = {"loss": jax.numpy.array([1.0, math.inf]), "weight": jax.numpy.ones(2), "correct": jax.numpy.zeros(2)}
+    setup = runs.make_setup()
+    data, sharding = evaluation_data(setup), setup.sharding
+    result = evaluate({}, data, eval_step=lambda params, batch: sums, sharding=sharding, batch_size=4)
+    assert result.mean_loss == math.inf

@@ -1,0 +1,290 @@
+"""Run the tasks of the LM Evaluation Harness (lm-eval) on any checkpoint. The functions import jax.
+
+import lm_eval
+from prepcli.api.harness import harness_model
+
+with harness_model("gpt-neo-1.3B-init") as model:
+    lm_eval.simple_evaluate(model=model, tasks=["lambada_openai"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
+
+from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.session import silent_ui
+from prepcli.commands.conversion import open_checkpoint
+from prepcli.commands.model_files import eos_token_ids, tokenizer_path
+from prepcli.commands.train import silence_jax
+from prepcli.commands.train_start import check_without_checksums
+from prepcli.errors import PrepError, usage_error
+from prepcli.restore.params import OpenedModel, open_model
+
+if TYPE_CHECKING:
+    from trainer.data.tokenizer import TextTokenizer
+    from trainer.generation.decode import GenerationConfig
+    from trainer.generation.generator import Generator
+    from trainer.models.param_tree import Tree
+    from trainer.nn.model_spec import ForwardConfig
+    from trainer.training.evaluation import EvalStep
+    from trainer.training.scoring import Score, ScoreRequest
+
+DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
+DEFAULT_NEW_TOKENS = 256
+ComputeDtype = str | None
+
+
+class Instance(Protocol):
+    """A request of the harness."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Arguments of the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessMethods:
+    """The three methods of the harness's `LM`, on a model with a tokenizer.
+
+    Attributes:
+        params: Parameters on their devices.
+        opened: The model and its mesh.
+        forward_config: Execution options.
+        eval_step: Computes the loss of each row.
+        tokenizer: The model's tokenizer.
+        eos_ids: Tokens that end a text; the first one also precedes a text without context.
+        batch_size: Rows per batch.
+        max_length: Maximum tokens of a row.
+        generators: Generators that were compiled, by their options.
+    """
+
+    params: Tree
+    opened: OpenedModel
+    forward_config: ForwardConfig
+    eval_step: EvalStep
+    tokenizer: TextTokenizer
+    eos_ids: tuple[int, ...]
+    batch_size: int
+    max_length: int
+    generators: dict[GenerationConfig, Generator] = field(default_factory=dict)
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Return log likelihood of each continuation, and whether greedy generation gives it.
+
+        Args:
+            requests: Their arguments are a context and a continuation.
+        """
+        scores = self._score([self._continuation_request(*request.args) for request in requests])
+        return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Return the log likelihood of each text, whose tokens are each predicted once.
+
+        Args:
+            requests: Their argument is a text.
+        """
+        from trainer.training.scoring import rolling_requests
+
+        windows = [
+            list(rolling_requests(self._encode(request.args[0]), self.eos_ids[0], self.max_length))
+            for request in requests
+        ]
+        scores = iter(self._score([window for text in windows for window in text]))
+        return [sum(next(scores).log_likelihood for _ in text) for text in windows]
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Continue each context up to a stop text, which is not part of the result.
+
+        Args:
+            requests: Their arguments are a context and options: `until`, `max_gen_toks`, `temperature`, `do_sample`,
+                `top_k`, `top_p`.
+        """
+        configs = [self._generation_config(request.args[1]) for request in requests]
+        texts: dict[int, str] = {}
+        for config in dict.fromkeys(configs):
+            numbers = [number for number, other in enumerate(configs) if other == config]
+            for start in range(0, len(numbers), self.batch_size):
+                batch = numbers[start : start + self.batch_size]
+                texts |= dict(zip(batch, self._generate([requests[number] for number in batch], config), strict=True))
+        return [texts[number] for number in range(len(requests))]
+
+    def _continuation_request(self, context: str, continuation: str) -> ScoreRequest:
+        """Return the request of a continuation; spaces at the end of the context belong to the continuation."""
+        from trainer.training.scoring import ScoreRequest
+
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
+        prefix = self._encode(context) if context else [self.eos_ids[0]]
+        whole = self._encode(context + continuation) if context else prefix + self._encode(continuation)
+        num_scored = min(len(whole) - len(prefix), self.max_length)
+        if num_scored < 1:
+            raise usage_error("a continuation has no tokens of its own", f"it is {continuation!r:.60}")
+        return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode([text])[0].tolist()
+
+    def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        from trainer.training.scoring import score_sequences
+
+        return score_sequences(
+            self.params,
+            requests,
+            eval_step=self.eval_step,
+            sharding=self.opened.sharding,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+        )
+
+    def _generation_config(self, options: Mapping[str, Any]) -> GenerationConfig:
+        from trainer.generation.decode import GenerationConfig
+        from trainer.generation.sampling import Sampling
+
+        max_new_tokens = min(int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
+        return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling(options)))
+
+    def _generate(self, requests: Sequence[Instance], config: GenerationConfig) -> list[str]:
+        """Return the texts generated for a batch of contexts, each cut at its first stop text."""
+        from trainer.generation.generator import Generator
+
+        if config not in self.generators:
+            self.generators[config] = Generator(
+                self.params, self.opened.model, forward_config=self.forward_config, generation_config=config
+            )
+        max_context = self.max_length - config.max_new_tokens
+        prompts = [(self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:] for request in requests]
+        outputs = self.generators[config].generate(prompts, min_rows=self.batch_size)
+        return [
+            _cut_at(self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ())
+            for ids, prompt, request in zip(outputs, prompts, requests, strict=True)
+        ]
+
+
+def _cut_at(text: str, until: str | Sequence[str]) -> str:
+    """Return the text before the first stop text."""
+    stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
+    """Return temperature, top-k and top-p; greedy unless the options ask for samples."""
+    temperature = float(options.get("temperature") or 0.0)
+    if not options.get("do_sample", temperature > 0) or temperature == 0:
+        return 0.0, 0, 1.0
+    return temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
+
+
+@contextmanager
+def harness_model(
+    checkpoint: PathLike,
+    *,
+    mesh: str | None = None,
+    dtype: ComputeDtype = None,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    tokenizer: PathLike | None = None,
+    verify: bool = True,
+    **options: Unpack[SourceOptions],
+) -> Iterator[Any]:
+    """Open a checkpoint as a model of the LM Evaluation Harness.
+
+    Log likelihoods do not depend on the batch size or the mesh.
+
+    Args:
+        checkpoint: Folder, alias, hub id, URL, training run, or a step of one; a decoder-only model.
+        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+        dtype: "float32" or "bfloat16"; default: bfloat16 if all weights are bfloat16, otherwise float32.
+        batch_size: Rows per batch.
+        max_length: Maximum tokens of a row; default: the positions of the model, at most 2048.
+        tokenizer: A tokenizer.json; default: the checkpoint's.
+        verify: Compare the weights with the checkpoint's checksums or digests.
+        **options: See `SourceOptions`.
+
+    Yields:
+        An instance of a subclass of `lm_eval.api.model.LM`.
+
+    Raises:
+        UsageError: An argument is invalid, or the model has an encoder or no end token.
+        PrepError: lm-eval is not installed, or the checkpoint or the devices cannot be used.
+    """
+    base = _harness_base()
+    ui = silent_ui("eval")
+    silence_jax(ui)
+    located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
+    with open_model(
+        source,
+        located.local_files.path,
+        mesh,
+        verify=verify,
+        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
+    ) as opened:
+        path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
+        eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
+        _check_model(opened, eos_ids)
+        methods = _load(
+            opened, path, dtype=dtype, eos_ids=eos_ids, batch_size=batch_size, max_length=max_length or DEFAULT_LENGTH
+        )
+        yield _bind(base, methods)
+
+
+def _harness_base() -> type[Any]:
+    """Return the harness's class of models; raise PrepError if it is not installed."""
+    try:
+        return import_module("lm_eval.api.model").LM
+    except ImportError as error:
+        why, hint = "it is not installed", "`pip install 'prepcli[lm-eval]'`"
+        raise PrepError("the LM Evaluation Harness needs lm-eval", why, hint) from error
+
+
+def _bind(base: type[Any], methods: HarnessMethods) -> Any:
+    """Return an instance of a subclass of the harness's class with the methods."""
+    names = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+
+    def method(name: str) -> Any:
+        return lambda self, requests, *_, **__: getattr(methods, name)(requests)
+
+    return type("PrepLM", (base,), {name: method(name) for name in names})()
+
+
+def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
+    name = opened.model.family.name
+    if opened.model.arch_config.encoder is not None:
+        raise usage_error(f"{name} has an encoder", "the harness is supported for decoder-only models")
+    if not eos_ids:
+        raise usage_error(f"config.json of {name} has no eos_token_id", "a text without context starts with it")
+
+
+def _load(
+    opened: OpenedModel,
+    tokenizer_file: Path,
+    *,
+    dtype: ComputeDtype,
+    eos_ids: tuple[int, ...],
+    batch_size: int,
+    max_length: int,
+) -> HarnessMethods:
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.generation.decode import inference_dtype
+    from trainer.nn.model_spec import ForwardConfig
+    from trainer.training.evaluation import jit_row_eval_step
+
+    model, sharding = opened.model, opened.sharding
+    compute_dtype = dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
+    forward_config = ForwardConfig(compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
+    num_replicas = sharding.data_parallel_size
+    return HarnessMethods(
+        params=opened.load(lambda path: inference_dtype(path, compute_dtype)),
+        opened=opened,
+        forward_config=forward_config,
+        eval_step=jit_row_eval_step(model, forward_config),
+        tokenizer=load_tokenizer(tokenizer_file),
+        eos_ids=eos_ids,
+        batch_size=-(-batch_size // num_replicas) * num_replicas,
+        max_length=min(max_length, model.arch_config.max_positions),
+    )

@@ -1,0 +1,98 @@
+"""Hugging Face exports of a run: of some steps while it trains, and of the last step for the hub."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from prepcli.commands.conversion import CommonOptions
+from prepcli.commands.export import ExportRequest, export
+from prepcli.commands.push import export_and_push
+from prepcli.commands.train_run import Run
+from prepcli.console.ui import Report, Ui, open_ui
+from prepcli.engine.budget import parse_memory
+from prepcli.engine.files import io_error
+from prepcli.execution.hub_push import check_push, parse_push_target
+from prepcli.execution.step_exports import StepExports
+from prepcli.remote.retries import retry_policy_from_env
+
+EXPORTS_FOLDER = "exports"  # in the folder of a run
+MEMORY = "512MiB"
+
+
+def export_request(run: Run, step: int) -> ExportRequest:
+    """Return the request that exports a step to the run's folder."""
+    out = run.folder / EXPORTS_FOLDER / str(step)
+    return ExportRequest(
+        CommonOptions(checkpoint=run.place.step_name(step), out=out, memory_nbytes=parse_memory(MEMORY))
+    )
+
+
+def step_exports(run: Run, ui: Ui) -> StepExports | None:
+    """Return the exports of a run in process 0; None if there are none, or in other processes."""
+    every = run.recipe.checkpoint.export_every
+    if not every or run.group.index > 0:
+        return None
+
+    def export_step(step: int) -> None:
+        request = export_request(run, step)
+        _make_parent(request)
+        export(request, _quiet_ui())
+
+    return StepExports(every, export=export_step, warn=ui.warn)
+
+
+def make_missing_exports(run: Run, ui: Ui) -> None:
+    """Export the due steps of a finished run whose exports a kill has interrupted."""
+    exports = step_exports(run, ui)
+    if exports is not None:
+        exports.start_missing(run.place.steps())
+        exports.wait()
+
+
+def remove_exports(run: Run) -> None:
+    """Remove the exports of a run that starts again; PrepError if they cannot be removed."""
+    folder = run.folder / EXPORTS_FOLDER
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise io_error(folder, error) from error
+
+
+def check_repository(run: Run, ui: Ui) -> None:
+    """Check before the first step that the hub accepts an upload; PrepError if it does not."""
+    if run.recipe.checkpoint.push is not None and run.group.index == 0:
+        target = parse_push_target(run.recipe.checkpoint.push, private=False)
+        check_push(target, retry_policy_from_env(os.environ, ui.note))
+
+
+def push_last_step(run: Run, report: Report, ui: Ui) -> Report:
+    """Export the last step of a finished run and upload it, if the recipe names a repository.
+
+    Raises:
+        PrepError: The export or the upload failed; the run is complete.
+    """
+    repository = run.recipe.checkpoint.push
+    if repository is None or run.group.index > 0 or report.error is not None:
+        return report
+    request = export_request(run, run.job.steps)
+    _make_parent(request)
+    fields: Any = export_and_push(request, repository, private=False, ui=_quiet_ui()).fields
+    ui.note(f"pushed to {fields['pushed']['commit']}")
+    return Report(report.text, {**report.fields, "pushed": fields["pushed"]}, report.next_command)
+
+
+def _quiet_ui() -> Ui:
+    return open_ui("export", as_json=False, quiet=True, verbose=0, progress="none")
+
+
+def _make_parent(request: ExportRequest) -> None:
+    assert request.common.out is not None
+    parent: Path = request.common.out.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise io_error(parent, error) from error

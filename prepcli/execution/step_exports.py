@@ -1,0 +1,68 @@
+"""Exports of a run's steps, in a thread beside the training steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable
+
+from prepcli.errors import PrepError
+
+
+class StepExports:
+    """Exports each step that is a multiple of an interval, one after the other."""
+
+    def __init__(self, every: int, *, export: Callable[[int], None], warn: Callable[[str], None]) -> None:
+        """Set the interval; no thread is started before the first export.
+
+        Args:
+            every: Steps between two exports.
+            export: Exports a step; does nothing if its export is complete.
+            warn: Called with a message for a step whose export failed, which does not end the run.
+        """
+        self._every, self._export, self._warn = every, export, warn
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._waiting: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._is_abandoned = False
+
+    def start(self, step: int) -> None:
+        """Export a step in the background if it is due."""
+        if step % self._every or self._is_abandoned:
+            return
+        self._waiting.add(step)
+        self._queue.put(step)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="prep-export", daemon=True)
+            self._thread.start()
+
+    def start_missing(self, steps: Iterable[int]) -> None:
+        """Export the due ones of the steps that an earlier process saved: a kill may have interrupted their exports."""
+        for step in steps:
+            self.start(step)
+
+    def in_use(self) -> Collection[int]:
+        """Return the steps that are still to be read."""
+        return frozenset(self._waiting)
+
+    def abandon(self) -> None:
+        """Start no further export, and do not wait for the one that is being made; the next start makes them."""
+        self._is_abandoned = True
+        self._queue.put(None)
+        self._thread = None
+
+    def wait(self) -> None:
+        """Wait until all exports have ended, unless they are abandoned."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (step := self._queue.get()) is not None and not self._is_abandoned:
+            try:
+                self._export(step)
+            except PrepError as error:
+                self._warn(f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}")
+            finally:
+                self._waiting.discard(step)

@@ -1,0 +1,146 @@
+"""Models of the LM Evaluation Harness: its three methods against direct computation, and a local task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import prepcli as prep
+from prepcli.api import harness
+from prepcli.errors import PrepError
+from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
+from tests.helpers.training_folder import WORDS, write_tokenizer
+from trainer.nn import transformer
+from trainer.nn.model_spec import ForwardConfig
+
+EOS = 2
+MAX_LENGTH = 12
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request without the harness's package."""
+
+    args: tuple[Any, ...]
+
+
+class PlainBase:
+    """Stands for the harness's class."""
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(WORDS[number] for number in ids)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harness") / "tiny"
+    make_checkpoint(folder, LLAMA)
+    write_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": EOS}))
+    return folder
+
+
+@pytest.fixture
+def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
+    with harness.harness_model(checkpoint, batch_size=3, max_length=MAX_LENGTH) as opened:
+        yield opened
+
+
+@pytest.fixture
+def log_probabilities(checkpoint: Path) -> Any:
+    """Return a function from token ids to the log probabilities [T, V] of each next token."""
+    params = prep.load_params(checkpoint)
+    from prepcli.api.options import common_options
+    from prepcli.api.session import silent_ui
+    from prepcli.commands.conversion import open_checkpoint
+    from prepcli.restore.params import open_model
+
+    located, source = open_checkpoint(common_options(checkpoint, None, {}), silent_ui("eval"))
+    with open_model(source, located.local_files.path, None, verify=False, on_unchecked=lambda: None) as opened:
+        spec = opened.model
+
+    def compute(ids: list[int]) -> jax.Array:
+        logits = transformer.compute_logits(params, jnp.array([ids]), spec, ForwardConfig())
+        return jax.nn.log_softmax(logits[0, :, : spec.true_vocab_size])
+
+    return compute
+
+
+def test_loglikelihood_equals_direct_computation(model: Any, log_probabilities: Any):
+    pairs = [([5, 6, 7], [8]), ([9], [3, 4, 1]), ([], [6, 6]), ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14])]
+    requests = [
+        Request((words(context), (" " if context else "") + words(continuation))) for context, continuation in pairs
+    ]
+    results = model.loglikelihood(requests)
+    for (context, continuation), (log_likelihood, is_greedy) in zip(pairs, results, strict=True):
+        ids = ((context or [EOS]) + continuation)[-(MAX_LENGTH + 1) :]
+        rows = log_probabilities(ids[:-1])[-len(continuation) :]
+        expected = sum(float(row[token]) for row, token in zip(rows, continuation))
+        assert log_likelihood == pytest.approx(expected, rel=1e-5)
+        assert is_greedy == all(int(row.argmax()) == token for row, token in zip(rows, continuation))
+
+
+def test_loglikelihood_of_the_greedy_continuation(model: Any, log_probabilities: Any):
+    best = int(log_probabilities([5, 6, 7])[-1].argmax())
+    assert model.loglikelihood([Request((words([5, 6, 7]), f" {WORDS[best]}"))])[0][1]
+
+
+def test_rolling_loglikelihood_scores_each_token_once(model: Any, log_probabilities: Any):
+    ids = [(3 * number) % 100 + 3 for number in range(2 * MAX_LENGTH + 5)]
+    windows = [
+        ([EOS, *ids[: MAX_LENGTH - 1]], ids[:MAX_LENGTH]),
+        (ids[MAX_LENGTH - 1 : 2 * MAX_LENGTH - 1], ids[MAX_LENGTH : 2 * MAX_LENGTH]),
+        (ids[-MAX_LENGTH - 1 : -1], ids[2 * MAX_LENGTH :]),
+    ]
+    expected = 0.0
+    for inputs, targets in windows:
+        rows = log_probabilities(inputs)[-len(targets) :]
+        expected += sum(float(row[token]) for row, token in zip(rows, targets))
+    assert model.loglikelihood_rolling([Request((words(ids),))]) == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
+    context = words([5, 6, 7])
+    free, stopped = (
+        model.generate_until([Request((context, {"until": until, "max_gen_toks": 4}))])[0] for until in ([], None)
+    )
+    expected = prep.generate(checkpoint, context, max_new_tokens=4).texts[0]
+    assert free == stopped == expected
+    second = free.split()[1]
+    cut = model.generate_until([Request((context, {"until": [second], "max_gen_toks": 4}))])[0]
+    assert cut == free[: free.index(second)]
+
+
+def test_harness_model_without_the_package_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
+    with pytest.raises(PrepError) as raised, harness.harness_model(checkpoint):
+        pass
+    assert raised.value.hint == "`pip install 'prepcli[lm-eval]'`"
+
+
+def test_local_task_of_the_harness_runs(checkpoint: Path, tmp_path: Path):
+    """A task of perplexity on a local file, computed by the harness from rolling log likelihoods."""
+    lm_eval = pytest.importorskip("lm_eval")
+    text = words([(7 * number) % 120 + 3 for number in range(40)])
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "tiny_ppl.yaml").write_text(
+        "task: tiny_ppl\ndataset_path: json\ndataset_kwargs:\n  data_files:\n"
+        f"    test: {tmp_path / 'data.jsonl'}\noutput_type: loglikelihood_rolling\ntest_split: test\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n  - metric: word_perplexity\n'
+    )
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
+    with harness.harness_model(checkpoint) as model:
+        results = lm_eval.simple_evaluate(model=model, tasks=["tiny_ppl"], task_manager=manager, bootstrap_iters=0)
+        (total,) = model.loglikelihood_rolling([Request((text,))])
+    assert results["results"]["tiny_ppl"]["word_perplexity,none"] == pytest.approx(math.exp(-total / 40))

@@ -1,0 +1,129 @@
+"""Events between the steps of a loop: saves by epochs, milestones, the best step, casts and profiles."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import runs
+from trainer.models.errors import PrepError
+from trainer.training.intervals import is_due
+from trainer.training.loop import Loop
+from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.param_casts import count_changed_values
+from trainer.training.profiling import StepProfiler
+
+
+def run_loop(tmp_path: Path, *, options: dict[str, Any] | None = None, **changes: Any) -> tuple[runs.MemoryStore, Loop]:
+    """Run a job of 12 steps; return its checkpoints and the loop."""
+    setup = runs.make_setup()
+    store = runs.MemoryStore()
+    loop = Loop(
+        runs.make_job(setup, steps=12, **changes),
+        runs.make_state(setup),
+        store=store,
+        metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=runs.never_stop,
+        **(options or {}),
+    )
+    loop.run()
+    return store, loop
+
+
+def test_interval_is_due_at_the_first_step_that_completes_it():
+    every = Fraction(5, 2)
+    assert [step for step in range(1, 11) if is_due(step, every)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 11) if is_due(step, 4)] == [4, 8]
+    assert not any(is_due(step, 0) for step in range(1, 11))
+
+
+def test_epoch_interval_counts_rows():
+    order = runs.make_job(runs.make_setup(), batch_size=8).order
+    assert order.epoch_interval(1) == Fraction(45, 8)
+    assert order.epoch_interval(0.5) == Fraction(45, 16)
+
+
+def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
+    store, loop = run_loop(tmp_path, save_every=Fraction(45, 8), eval_every=Fraction(45, 16))
+    assert store.steps() == [6, 12]
+    callbacks = loop.callbacks
+    assert isinstance(callbacks, runs.RecordingCallbacks)
+    assert [line["step"] for line in callbacks.evaluations] == [0, 3, 6, 9, 12]
+
+
+def test_loop_saves_milestones_beside_the_interval(tmp_path: Path):
+    assert run_loop(tmp_path, save_every=5, also_save_every=(4, 0))[0].steps() == [4, 5, 8, 10, 12]
+
+
+def test_loop_saves_each_step_with_a_lower_loss(tmp_path: Path):
+    store, loop = run_loop(tmp_path, eval_every=2, saves_best=True)
+    callbacks = loop.callbacks
+    assert isinstance(callbacks, runs.RecordingCallbacks)
+    losses = {line["step"]: line["eval_loss"] for line in callbacks.evaluations if line["step"]}
+    expected, best = [], math.inf
+    for step, loss in losses.items():
+        if loss < best:
+            best = loss
+            expected.append(step)
+    assert store.steps() == sorted({*expected, 12})
+    assert {step: store.open(step).manifest["eval_loss"] for step in expected} == {s: losses[s] for s in expected}
+
+
+def test_resumed_loop_saves_only_below_the_best_loss(tmp_path: Path):
+    store, _ = run_loop(tmp_path, options={"best_eval_loss": 0.0}, eval_every=2, saves_best=True)
+    assert store.steps() == [12]
+
+
+def test_loop_without_best_records_no_loss(tmp_path: Path):
+    store, _ = run_loop(tmp_path, eval_every=6, save_every=6)
+    assert not any("eval_loss" in store.open(step).manifest for step in store.steps())
+
+
+def test_saved_parameters_are_cast_and_changes_counted(tmp_path: Path):
+    store, loop = run_loop(tmp_path, optimizer_state=False, param_dtype="bfloat16")
+    reader = store.open(12)
+    names = [name for name in reader.arrays if name.startswith("params.")]
+    assert {reader.arrays[name].dtype.name for name in names} == {"bfloat16"}
+    assert reader.arrays["step"].dtype == np.int32
+    state = {
+        name: np.frombuffer(data, np.float32) for name, data in runs.state_bytes(loop.state).items() if name in names
+    }
+    num_changed = sum(int((reader.arrays[name].astype(np.float32).ravel() != state[name]).sum()) for name in names)
+    assert num_changed > 0
+    assert reader.manifest["param_cast"] == {
+        "from": "float32",
+        "to": "bfloat16",
+        "values": sum(array.size for array in state.values()),
+        "changed": num_changed,
+    }
+
+
+def test_changed_values_do_not_depend_on_the_mesh():
+    one, meshed = (runs.make_state(runs.make_setup(mesh=mesh))["params"] for mesh in ("", "2,2,2"))
+    assert count_changed_values(meshed, "bfloat16") == count_changed_values(one, "bfloat16")
+
+
+def test_cast_to_float16_refuses_overflow():
+    with pytest.raises(PrepError, match="cannot be saved in float16"):
+        count_changed_values({"embed": {"tokens": jnp.array([[1.0, 7e4]])}}, "float16")
+
+
+def test_profile_records_the_steps(tmp_path: Path):
+    profiler = StepProfiler(2, 3, tmp_path / "profile")
+    run_loop(tmp_path, options={"profiler": profiler})
+    assert not profiler.is_recording
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_profile_ends_with_the_run(tmp_path: Path):
+    profiler = StepProfiler(11, 30, tmp_path / "profile")
+    run_loop(tmp_path, options={"profiler": profiler})
+    assert not profiler.is_recording
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))

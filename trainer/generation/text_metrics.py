@@ -1,0 +1,79 @@
+"""Metrics that compare generated texts with reference texts, computed by the libraries that define them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer.models.errors import PrepError, usage_error
+
+ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+TextMetric = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
+
+
+def score_texts(names: Sequence[str], texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Compute metrics of texts.
+
+    Args:
+        names: Keys of `METRICS`.
+        texts: Generated texts.
+        references: Reference of each text.
+
+    Returns:
+        Values by name: `rouge1`, `rouge2`, `rougeL`, `rougeLsum` (mean F-measure, 0 to 1), `bleu` (0 to 100, of the
+        corpus), `exact_match` (fraction). NaN without texts.
+
+    Raises:
+        UsageError: A name is unknown.
+        PrepError: The package of a metric is not installed.
+    """
+    check_metrics(names)
+    return {key: value for name in names for key, value in METRICS[name](texts, references).items()}
+
+
+def check_metrics(names: Sequence[str]) -> None:
+    """Check that metrics can be computed, before texts are generated.
+
+    Raises:
+        UsageError: A name is unknown.
+        PrepError: The package of a metric is not installed.
+    """
+    for name in names:
+        if name not in METRICS:
+            raise usage_error(f"unknown metric `{name}`", f"known: {', '.join(METRICS)}")
+        METRICS[name]((), ())
+
+
+def _rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise _missing_package("rouge", "rouge-score") from error
+    scorer: Any = RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
+    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    return {name: _mean([score[name].fmeasure for score in scores]) for name in ROUGE_TYPES}
+
+
+def _bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    try:
+        import sacrebleu
+    except ImportError as error:
+        raise _missing_package("bleu", "sacrebleu") from error
+    return {"bleu": sacrebleu.corpus_bleu(list(texts), [list(references)]).score if texts else math.nan}
+
+
+def _exact_match(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    matches = [float(text.strip() == reference.strip()) for text, reference in zip(texts, references, strict=True)]
+    return {"exact_match": _mean(matches)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _missing_package(metric: str, package: str) -> PrepError:
+    return PrepError(f"metric `{metric}` needs {package}", "it is not installed", "`pip install 'prepcli[metrics]'`")
+
+
+METRICS: Mapping[str, TextMetric] = {"rouge": _rouge, "bleu": _bleu, "exact_match": _exact_match}

@@ -1,0 +1,50 @@
+"""A profile of some steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+PROFILE_FOLDER = "profile"  # in the folder of a run
+
+
+@dataclass(slots=True)
+class StepProfiler:
+    """Records a trace of consecutive steps with the profiler of JAX.
+
+    Attributes:
+        first_step: The first recorded step, counted from 1.
+        num_steps: Number of recorded steps.
+        folder: Receives the trace.
+        is_recording: Whether a trace has begun.
+    """
+
+    first_step: int
+    num_steps: int
+    folder: Path
+    is_recording: bool = False
+
+    def before_step(self, step: int, wait_for_steps: Callable[[], None]) -> None:
+        """Begin or end the trace before a step.
+
+        Args:
+            step: The step to be taken.
+            wait_for_steps: Waits until all earlier steps are done.
+        """
+        if self.is_recording and step == self.first_step + self.num_steps:
+            wait_for_steps()
+            self.stop()
+        elif step == self.first_step:
+            wait_for_steps()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(self.folder)
+            self.is_recording = True
+
+    def stop(self) -> None:
+        """Write the trace if one has begun."""
+        if self.is_recording:
+            self.is_recording = False
+            jax.profiler.stop_trace()

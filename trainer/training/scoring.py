@@ -1,0 +1,109 @@
+"""Log likelihoods of token sequences under a decoder-only model, with the same bits in batches of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.param_tree import Tree
+from trainer.training.evaluation import EvalStep
+from trainer.training.feed import place_batch
+
+LENGTH_MULTIPLE = 64  # lengths are rounded up to it times a power of two, so that few shapes are compiled
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A sequence whose last tokens are scored.
+
+    Attributes:
+        tokens: Token ids, at least two.
+        num_scored: Number of the last tokens to score, given all tokens before them.
+    """
+
+    tokens: Sequence[int]
+    num_scored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score of the last tokens of a sequence.
+
+    Attributes:
+        log_likelihood: Sum of the logarithms of their probabilities.
+        is_greedy: Whether each of them is the most likely token.
+    """
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+def score_sequences(
+    params: Tree,
+    requests: Sequence[ScoreRequest],
+    *,
+    eval_step: EvalStep,
+    sharding: ShardingContext,
+    batch_size: int,
+    max_length: int,
+) -> list[Score]:
+    """Score sequences, the longest first; the result has the order of the requests.
+
+    Args:
+        params: Parameters, sharded by the partition rules of `sharding`.
+        requests: The sequences, of at most `max_length + 1` tokens.
+        eval_step: Computes the sums of each row, from `jit_row_eval_step`.
+        sharding: The device mesh of the batches.
+        batch_size: Rows per batch.
+        max_length: Maximum tokens of a row.
+    """
+    order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
+    scores: dict[int, Score] = {}
+    for start in range(0, len(order), batch_size):
+        indices = order[start : start + batch_size]
+        rows = _make_rows([requests[index] for index in indices], batch_size, max_length)
+        sums = eval_step(params, place_batch(rows, sharding))
+        losses, weights, correct = (np.ravel(sums[name]).tolist() for name in ("loss", "weight", "correct"))
+        scores |= {index: Score(-losses[i], correct[i] == weights[i]) for i, index in enumerate(indices)}
+    return [scores[index] for index in range(len(requests))]
+
+
+def _make_rows(requests: Sequence[ScoreRequest], num_rows: int, max_length: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Return inputs, targets and weights [num_rows, length]; rows beyond the requests and padding weigh nothing."""
+    length = _round_length(max(len(request.tokens) for request in requests) - 1, max_length)
+    tokens, targets = np.zeros((2, num_rows, length), np.int32)
+    weights = np.zeros((num_rows, length), np.float32)
+    for row, request in enumerate(requests):
+        end = len(request.tokens) - 1
+        tokens[row, :end], targets[row, :end] = request.tokens[:-1], request.tokens[1:]
+        weights[row, end - request.num_scored : end] = 1
+    return {"tokens": tokens, "targets": targets, "weights": weights}
+
+
+def _round_length(length: int, max_length: int) -> int:
+    rounded = LENGTH_MULTIPLE
+    while rounded < length:
+        rounded *= 2
+    return min(rounded, max_length)
+
+
+def rolling_requests(ids: Sequence[int], prefix_id: int, max_length: int) -> Iterator[ScoreRequest]:
+    """Yield requests that together score each token of a text once.
+
+    Each but the last predicts `max_length` tokens, given the token before them. The last one has as many earlier tokens
+    as fit.
+
+    Args:
+        ids: Tokens of the text.
+        prefix_id: Token before the first one.
+        max_length: Maximum tokens of a row.
+    """
+    tokens = [prefix_id, *ids]
+    for start in range(0, len(ids), max_length):
+        end = min(start + max_length, len(ids))
+        first = max(0, end - max_length)
+        yield ScoreRequest(tokens[first : end + 1], end - start)
