@@ -62,7 +62,13 @@ COMPUTES = {  # modules that start jax, or list its devices
         f"prepcli.testing.{name}"
         for name in ("checks", "greedy", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
     ),
-    *("prepcli.api.flax_models", "prepcli.api.saving", "prepcli.restore.params", "prepcli.restore.random_params"),
+    *(
+        "prepcli.api.flax_models",
+        "prepcli.api.parameters",
+        "prepcli.api.saving",
+        "prepcli.restore.params",
+        "prepcli.restore.random_params",
+    ),
 }
 
 PROTOCOLS = {"trainer.distributed", "trainer.distributed.process_group"}  # no framework: a package name and a protocol

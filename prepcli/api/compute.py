@@ -8,15 +8,13 @@ from typing import Any, Literal, Unpack
 
 from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
+from prepcli.api.parameters import open_parameters
 from prepcli.api.public import public
 from prepcli.api.results import Generation, TrainingRun
-from prepcli.api.session import run_silently, silent_ui
+from prepcli.api.session import run_silently
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
-from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
-from prepcli.restore.params import open_model
 from trainer.models.param_tree import Tree
 from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
 
@@ -56,15 +54,7 @@ def load_params(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
-    ui = silent_ui("load-params", progress)
-    located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
-    with open_model(
-        source,
-        located.local_files.path,
-        mesh,
-        verify=verify,
-        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-    ) as opened:
+    with open_parameters(checkpoint, mesh, options, verify=verify, progress=progress) as opened:
         return opened.load(lambda path: dtype)
 
 

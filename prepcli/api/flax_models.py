@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from prepcli.api.options import ModuleOptions, PathLike, SourceOptions, common_options
+from prepcli.api.parameters import open_parameters
 from prepcli.api.public import public
 from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.errors import PrepError, usage_error
-from prepcli.restore.params import open_model
 from prepcli.restore.random_params import init_random_params, model_of_config
 from trainer.models.param_tree import Tree
 from trainer.models.parameters import Family
@@ -182,15 +181,8 @@ def _build(
         return init_random_params(spec, sharding, seed=options.get("seed", 0), dtype=param_dtype), computation
     if "seed" in options:
         raise usage_error(f"`seed={options['seed']}` has no effect", "the parameters are those of the checkpoint")
-    ui = silent_ui("load-params", progress)
-    located, source = open_checkpoint(common_options(model, None, options), ui)
-    with open_model(
-        source,
-        located.local_files.path,
-        mesh,
-        verify=options.get("verify", True),
-        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-    ) as opened:
+    verify = options.get("verify", True)
+    with open_parameters(model, mesh, options, verify=verify, progress=progress) as opened:
         computation = Computation(opened.model, _forward_config(opened.model, opened.sharding, options))
         return opened.load(lambda path: param_dtype), computation
 

@@ -6,13 +6,13 @@ It checks the loaded shards and prints the number of elements that this process 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tests.helpers.processes import join_job
 from tests.helpers.runs import MemoryReader
 from trainer.models.partition import Box
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
@@ -33,12 +33,7 @@ class CountingReader(MemoryReader):
 
 def main() -> None:
     """Load each leaf onto each mesh."""
-    jax.distributed.initialize(
-        os.environ["JAX_COORDINATOR_ADDRESS"],
-        num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
-        process_id=int(os.environ["JAX_PROCESS_ID"]),
-        cluster_detection_method="deactivate",
-    )
+    join_job()
     array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
     reader = CountingReader(dict.fromkeys(UNITS, array), read_units=UNITS)
     assert not exchange_is_faster(reader), "one host shares its page cache"

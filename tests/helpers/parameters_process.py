@@ -7,23 +7,18 @@ read from the local folder.
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 import jax
 import numpy as np
 
 import prepcli as prep
+from tests.helpers.processes import join_job
 
 
 def main() -> None:
     """Load and compare."""
-    jax.distributed.initialize(
-        os.environ["JAX_COORDINATOR_ADDRESS"],
-        num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
-        process_id=int(os.environ["JAX_PROCESS_ID"]),
-        cluster_detection_method="deactivate",
-    )
+    join_job()
     for checkpoint, mesh, local_folder in json.loads(sys.argv[1]):
         loaded = prep.load_params(checkpoint, mesh, stream="://" not in checkpoint)
         expected = prep.load_params(local_folder, mesh)

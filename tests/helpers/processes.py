@@ -71,6 +71,18 @@ def start_processes(
     ]
 
 
+def join_job() -> None:
+    """Connect this process to the others that `start_processes` has started with it."""
+    import jax
+
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"],
+        num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+        process_id=int(os.environ["JAX_PROCESS_ID"]),
+        cluster_detection_method="deactivate",
+    )
+
+
 def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[tuple[int, str, str]]:
     """Wait for processes; return the exit code, stdout and stderr of each."""
     try:

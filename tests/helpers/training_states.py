@@ -12,10 +12,19 @@ import numpy as np
 from prepcli.execution.run_folder import RunFolder
 from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.run_cli import run_ok
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from trainer.models.checkpoint_store import CheckpointReader, HostLeaf
 
 TrainingState = dict[str, np.ndarray]
 OPTIMIZER_SLOTS = ("opt_state.adam.mu", "opt_state.adam.nu")
+
+
+def make_mesh_init(folder: Path, dtype: str) -> Path:
+    """Make a model and its init for a mesh, with a padded vocabulary; return the path of the init."""
+    make_checkpoint(folder / "m", GPT_NEO, dtype, hidden_size=64)
+    run_ok("save-init", str(folder / "m"), "--mesh", "1,2,4", "--pad-vocab", "8", "--out", str(folder / "m-init"))
+    return folder / "m-init"
 
 
 def read_leaves(reader: CheckpointReader, dtypes: Mapping[str, str] | None = None) -> TrainingState:
@@ -52,6 +61,18 @@ def host_leaves(state: TrainingState) -> dict[str, HostLeaf]:
     return {
         name: HostLeaf.whole(v.shape, v.dtype.name, fetch=partial(state.__getitem__, name)) for name, v in state.items()
     }
+
+
+def reshard_and_back() -> None:
+    """Reshard `run` to other meshes, without stacking, with layers on either axis, and back to `r3`; verify each."""
+    previous = "run"
+    for number, options in enumerate(
+        [["--mesh", "1,4,2"], ["--mesh", "1,2,4", "--no-scan"], ["--scan", "--scan-axis", "1"], ["--scan-axis", "0"]]
+    ):
+        run_ok("reshard", previous, *options, "--out", f"r{number}")
+        previous = f"r{number}"
+        run_ok("verify", previous)
+        run_ok("verify", previous, "run/4")
 
 
 def save_steps(run: Path, start: Path, steps: Mapping[int, TrainingState], **options: Any) -> None:

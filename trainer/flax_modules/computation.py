@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jax import Array
 
 from trainer.models.errors import usage_error
@@ -53,27 +53,6 @@ class Computation:
             output = transformer.encode(params, source, self.model, self.forward_config, source_mask)
         return transformer.compute_logits(params, tokens, self.model, self.forward_config, output)
 
-    def loss_sums(
-        self,
-        params: Tree,
-        tokens: Array,
-        targets: Array,
-        weights: Array,
-        *,
-        source: Array | None = None,
-        source_mask: Array | None = None,
-    ) -> LossSums:
-        """Compute the summed cross entropy in chunks of tokens, so that the logits of all tokens never exist.
-
-        Args:
-            params: Parameters of the model.
-            tokens: int32 [B, T].
-            targets: int32 [B, T], the next token of each token.
-            weights: Weight of each target, float32 [B, T]; 0 ignores it.
-            source: For a model with an encoder, its tokens, int32 [B, S].
-            source_mask: bool [B, S], false for padding; None if no source token is padding.
-        """
-        batch = {"tokens": tokens, "targets": targets, "weights": weights}
-        if source is not None:
-            batch |= {"source": source, "present": jnp.ones_like(source) if source_mask is None else source_mask}
+    def loss_sums(self, params: Tree, batch: Mapping[str, Array]) -> LossSums:
+        """Compute the summed cross entropy of a batch; see `trainer.nn.transformer.loss_sums`."""
         return transformer.loss_sums(params, batch, self.model, self.forward_config)

@@ -14,7 +14,7 @@ from tests.helpers.optimizers import KEYS, make_optimizer
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint, same_bits
-from tests.helpers.training_states import TrainingState, read_leaves, same_state, save_steps
+from tests.helpers.training_states import TrainingState, read_leaves, reshard_and_back, same_state, save_steps
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.setup import model_from_manifest
@@ -56,14 +56,7 @@ def test_reshard_keeps_every_optimizer(tmp_path: Path, monkeypatch, base: str, n
     """Reshard to other meshes, without stacking, with layers on either axis, and back."""
     monkeypatch.chdir(tmp_path)
     state = make_run(base, make_optimizer(name, **keys))
-    previous = "run"
-    for number, options in enumerate(
-        [["--mesh", "1,4,2"], ["--mesh", "1,2,4", "--no-scan"], ["--scan", "--scan-axis", "1"], ["--scan-axis", "0"]]
-    ):
-        run_ok("reshard", previous, *options, "--out", f"r{number}")
-        previous = f"r{number}"
-        run_ok("verify", previous)
-        run_ok("verify", previous, "run/4")
+    reshard_and_back()
     assert same_state(read_state("r3"), state)
     apart = read_state("r1")
     for leaf, values in state.items():

@@ -11,20 +11,11 @@ from prepcli.errors import OK, STOPPED, USAGE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves, same_state
 
 RULE = {"adafactor": ["min_factored_size=8"], "palm": ["warmup_steps=10"]}
 COMPACT = ["ema=0.9", "moment_dtype=bfloat16", "freeze=embed.tokens", "decay_exclude=re:attn"]
 STEPS = ["--set", "train.steps=4", "--set", "checkpoint.every=0", "-q"]
-
-
-@pytest.fixture
-def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    make_training_folder()
-    return tmp_path
 
 
 def options_of(name: str) -> list[str]:

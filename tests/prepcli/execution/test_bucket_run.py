@@ -27,29 +27,13 @@ from prepcli.restore.item_reader import open_reader
 from prepcli.targets.training_step import plan_training_step
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.thread_groups import run_together
-from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
-from tests.helpers.training_states import TrainingState, host_leaves, make_state, read_leaves, read_params, save_steps
+from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf, HostShard, LeafSpec
 
 URL = "gs://bucket/runs/tuned"
 PREFIX = "bucket/runs/tuned/"
 DIGEST_KEYS = ("tensors", "slots", "others", "leaves")
-
-
-@pytest.fixture(scope="module")
-def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an init for a mesh, with a padded vocabulary."""
-    folder = tmp_path_factory.mktemp("start")
-    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
-    options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
-    assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
-    return folder / "m-init"
-
-
-@pytest.fixture(scope="module")
-def state(init: Path) -> TrainingState:
-    return make_state(read_params(init), 1)
 
 
 @pytest.fixture

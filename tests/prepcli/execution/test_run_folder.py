@@ -23,6 +23,7 @@ from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_states import (
     TrainingState,
     host_leaves,
+    make_mesh_init,
     make_state,
     read_leaves,
     read_params,
@@ -34,12 +35,7 @@ from trainer.models.checkpoint_store import HostLeaf
 
 @pytest.fixture(scope="module")
 def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an init in bfloat16 for a mesh, with a padded vocabulary."""
-    folder = tmp_path_factory.mktemp("start")
-    make_checkpoint(folder / "m", GPT_NEO, "bfloat16", hidden_size=64)
-    options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
-    assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
-    return folder / "m-init"
+    return make_mesh_init(tmp_path_factory.mktemp("start"), "bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -15,27 +15,11 @@ from prepcli.cli.main import main
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
 from tests.helpers.thread_groups import run_together
-from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
-from tests.helpers.training_states import TrainingState, host_leaves, make_state, read_params, save_steps
+from tests.helpers.training_states import TrainingState, host_leaves, save_steps
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 
 DEVICES = 8
-
-
-@pytest.fixture(scope="module")
-def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an init for a mesh, with a padded vocabulary."""
-    folder = tmp_path_factory.mktemp("start")
-    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
-    options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
-    assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
-    return folder / "m-init"
-
-
-@pytest.fixture(scope="module")
-def state(init: Path) -> TrainingState:
-    return make_state(read_params(init), 1)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
