@@ -16,8 +16,10 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
-from prepcli.commands.train_files import RUNS_FOLDER, kept_note, open_metrics, write_recipe
+from prepcli.commands.train_display import open_display
+from prepcli.commands.train_files import RUNS_FOLDER, kept_note, write_recipe
 from prepcli.commands.train_folder import check_run_folder, check_shared_folder
+from prepcli.commands.train_metrics import open_metrics
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -201,14 +203,21 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
     from trainer.training.loop import Loop
 
     sharding = run.job.setup.forward_config.sharding
-    reporter = TrainReporter(job.ui, run.job.steps, run.job.tokens_per_step)
-    with _open_store(run, str(sharding.mesh), job.ui) as store:
+    with (
+        open_display(job.ui, run) as (ui, display),
+        _open_store(run, str(sharding.mesh), ui) as store,
+    ):
+        reporter = TrainReporter(display)
+
+        def enter_phase(phase: str) -> None:
+            display.on_phase(phase)
+            job.enter_phase(phase)
+
         if restart:  # only after all checks, and while the lock keeps other processes out
             store.clear()
         if run.group.index == 0:
             write_recipe(run)
-        metrics = open_metrics(run)
-        with remember_signal() as stop_signal:
+        with open_metrics(run) as metrics, remember_signal() as stop_signal:
             result = Loop(
                 run.job,
                 state,
@@ -216,7 +225,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
                 metrics=metrics,
                 callbacks=reporter,
                 poll_stop_reason=stop_signal,
-                enter_phase=job.enter_phase,
+                enter_phase=enter_phase,
             ).run()
     if result.stop_reason:
         return stopped_report(run, result, reporter.fields)

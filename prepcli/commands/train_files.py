@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER
 from prepcli.commands.train_run import Run
@@ -12,9 +12,6 @@ from prepcli.engine.files import io_error
 from prepcli.formats.run_steps import saved_steps
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
-
-if TYPE_CHECKING:
-    from trainer.training.metrics import MetricsLog
 
 RUNS_FOLDER = Path("runs")
 
@@ -45,23 +42,3 @@ def write_recipe(run: Run) -> None:
         os.replace(new_path, path)
     except OSError as error:
         raise io_error(path, error) from error
-
-
-def open_metrics(run: Run) -> MetricsLog:
-    """Open the metrics file of this process; it has none if only process 0 logs.
-
-    Raises:
-        PrepError: The file cannot be written.
-    """
-    from trainer.training.metrics import MetricsWriter, NoMetrics, metrics_file, remove_other_metrics
-
-    index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
-    if index >= num_logging:
-        return NoMetrics()
-    if index == 0 and not run.step:
-        remove_other_metrics(run.folder, num_logging)
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)  # another host may have its own file system
-    except OSError as error:
-        raise io_error(run.folder, error) from error
-    return MetricsWriter(run.folder / metrics_file(index), run.step)

@@ -15,6 +15,7 @@ from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_sca
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
@@ -50,6 +51,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
     yield from _problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
     yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from _problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
     yield from _model_problems(recipe)

@@ -44,6 +44,8 @@ CHANGEABLE_ON_RESUME = frozenset(
         "checkpoint.keep",
         "checkpoint.optimizer_state",
         "log.all_workers",
+        "log.tensorboard",
+        "log.wandb",
         "cluster.host0_address",
         "cluster.host0_port",
         "cluster.n_processes",

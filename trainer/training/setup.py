@@ -38,6 +38,7 @@ from trainer.training.loop import Job
 from trainer.training.optimizers import build_optimizer
 from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.step import StepSetup
+from trainer.training.utilization import peak_step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,7 @@ def build_job(
             "rate": dataclasses.asdict(setup.optimizer.lr_schedule),
         },
         stop_after=stop_after,
+        peak_step_s=peak_step_s(recipe, model, sharding),
     )
 
 

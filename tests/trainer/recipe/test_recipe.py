@@ -180,6 +180,10 @@ VALUES_BY_KEY = {
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
     "train.steps": st.integers(10, 2**30),
+    "log.tensorboard": st.booleans() | PATHS,
+    "log.wandb": st.fixed_dictionaries(
+        {"project": TEXTS}, optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()}
+    ),
 }
 
 

@@ -109,6 +109,8 @@ optimizer_state = true                          # default
 
 [log]
 all_workers = false                             # default
+tensorboard = false                             # default
+# wandb: no W&B run                             # default
 """
 
 
