@@ -38,7 +38,16 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
-    from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.reporting import report
+    from prepcli.api.results import (
+        Conversion,
+        Generation,
+        Inspection,
+        RunsReport,
+        TensorSummary,
+        TrainingRun,
+        Verification,
+    )
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -61,6 +70,7 @@ __all__ = [
     "PrepError",
     "Progress",
     "ReshardOptions",
+    "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
     "TensorSummary",
@@ -77,6 +87,7 @@ __all__ = [
     "plan_pad_vocab",
     "plan_reshard",
     "plan_save_init",
+    "report",
     "reshard",
     "save_init",
     "train",
@@ -87,7 +98,11 @@ _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
-    "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.reporting": ("report",),
+    "prepcli.api.results": (
+        *("Conversion", "Generation", "Inspection", "RunsReport"),
+        *("TensorSummary", "TrainingRun", "Verification"),
+    ),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

@@ -34,6 +34,7 @@ from prepcli.cli.inspection import check_family, demo, env, inspect, models, ver
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
+from prepcli.cli.report import report
 from prepcli.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
@@ -43,7 +44,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, verify, inspect),
-    *(plan, train, generate),
+    *(plan, train, report, generate),
     *(demo, models, recipes, check_family, env),
 )
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)

@@ -17,6 +17,7 @@ from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_display import open_display
+from prepcli.commands.train_environment import write_environment
 from prepcli.commands.train_files import RUNS_FOLDER, kept_note, write_recipe
 from prepcli.commands.train_folder import check_run_folder, check_shared_folder
 from prepcli.commands.train_metrics import open_metrics
@@ -217,6 +218,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             store.clear()
         if run.group.index == 0:
             write_recipe(run)
+            write_environment(run)
         with open_metrics(run) as metrics, remember_signal() as stop_signal:
             result = Loop(
                 run.job,

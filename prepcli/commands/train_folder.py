@@ -11,10 +11,10 @@ from prepcli.execution.joint_work import joint_work
 from prepcli.execution.run_folder import LOCK
 from prepcli.execution.uploads import parse_out_url
 from prepcli.formats.run_steps import saved_steps
+from prepcli.inspection.run_record import RECIPE_FILE
 from trainer.distributed.hosts import PROBE_PREFIX, sees_folder
 from trainer.distributed.process_group import ProcessGroup
 
-RECIPE_FILE = "recipe.toml"
 TOKENS_FOLDER = "data"  # the tokens of the datasets
 
 
