@@ -30,7 +30,8 @@ STYLE = (
 .charts h3 { margin: 1rem 0 .2rem; font-size: 1rem }
 .chip { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin-right: .4em }
 .scroll { overflow-x: auto }
-.scroll td { overflow-wrap: anywhere; min-width: 5rem }
+.scroll td { min-width: 4.5rem }
+.scroll td + td:has(code) { overflow-wrap: anywhere }
 tr.changed { background: #f59e0b2e }
 summary { cursor: pointer; padding: .4rem 0 }
 """

@@ -120,7 +120,7 @@ def _tick_text(tick: float, digits: int) -> str:
         return f"{tick / 1e6:g}M"
     if abs(tick) >= 1e4:
         return f"{tick / 1e3:g}k"
-    return f"{tick:.{digits}f}" if digits <= 4 else f"{tick:.0e}" if tick else "0"
+    return f"{tick:.{digits}f}" if digits <= 4 else f"{tick:.2g}"
 
 
 def _curve(curve: RunCurve, across: _Axis, up: _Axis) -> Iterator[str]:
