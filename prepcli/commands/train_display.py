@@ -62,10 +62,12 @@ def open_display(ui: Ui, run: Run) -> Iterator[tuple[Ui, RunDisplay]]:
         yield ui, LineDisplay(ui, run.job.steps)
         return
     status = RunStatus(run.recipe.name, run.job.steps, run.step, memory_limit_nbytes=run.memory["available"])
+    display = LiveDisplay(block, status)
+    display.draw()
     try:
-        yield replace(ui, err=block.stream), LiveDisplay(block, status)
+        yield replace(ui, err=block.stream), display
     finally:
-        block.close()
+        display.close()
 
 
 class LineDisplay:
@@ -116,11 +118,11 @@ class LiveDisplay:
         name = PHASES.get(phase.partition(" ")[0], phase)
         if name != self.status.phase:
             self.status.phase = name
-            self._draw()
+            self.draw()
 
     def on_compile(self, seconds: float) -> None:
         """Show that the step is compiled."""
-        self._draw()
+        self.draw()
 
     def on_step(self, step: int) -> None:
         """Show the step if the last drawing is a tenth of a second old."""
@@ -129,7 +131,7 @@ class LiveDisplay:
             status.remaining_s = status.step_s * (status.steps - step)
         status.step = step
         if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
-            self._draw()
+            self.draw()
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
         """Show the values of the line."""
@@ -139,19 +141,26 @@ class LiveDisplay:
         status.lr, status.grad_norm, status.skipped = line["lr"], line["grad_norm"], line["skipped"]
         status.tokens_per_s, status.step_s = line.get("tokens_per_s"), line.get("seconds")
         status.mfu, status.memory_nbytes = line.get("mfu"), line.get("memory_bytes")
-        self._draw()
+        self.draw()
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
         """Show the evaluation and its step."""
         self.status.evaluation = f"{_evaluation_text(line)}  at step {line['step']:,}"
-        self._draw()
+        self.draw()
 
     def on_save(self, step: int, seconds: float) -> None:
         """Show the saved step."""
         self.status.save = f"step {step:,} in {format_duration(seconds)}"
-        self._draw()
+        self.draw()
 
-    def _draw(self) -> None:
+    def close(self) -> None:
+        """Leave the final state on the screen."""
+        self.status.phase = "finished" if self.status.step == self.status.steps else "stopped"
+        self.draw()
+        self.block.close()
+
+    def draw(self) -> None:
+        """Draw the state."""
         self.drawn_at_s = self.clock()
         self.status.elapsed_s = self.drawn_at_s - self.started_s
         self.block.draw(status_lines(self.status, self.block.width))

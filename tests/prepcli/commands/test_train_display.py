@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from prepcli.commands.train_display import LineDisplay, LiveDisplay
 from prepcli.console.live_block import Line
 from prepcli.console.run_status import RunStatus
@@ -37,6 +39,9 @@ class FakeBlock:
     def draw(self, lines: Sequence[Line]) -> None:
         self.drawings.append("\n".join("".join(text for text, _ in line) for line in lines))
 
+    def close(self) -> None:
+        self.drawings.append("closed")
+
 
 def make_display() -> tuple[Any, FakeBlock, list[float]]:
     block, now = FakeBlock(), [100.0]
@@ -65,6 +70,16 @@ def test_live_display_shows_the_events_of_a_run():
         "eval    loss 2.0000  perplexity 7.39  at step 20",
         "saved   step 20 in 1.2 s",
     ]
+
+
+@pytest.mark.parametrize(("step", "phase"), [(100, "finished"), (60, "stopped")])
+def test_live_display_leaves_the_final_state(step: int, phase: str):
+    display, block, _ = make_display()
+    display.on_log({**LOG_LINE, "step": step}, 0.0)
+    display.on_phase(f"save {step}")
+    display.close()
+    *_, last, closed = block.drawings
+    assert (last.splitlines()[0].split()[1], closed) == (phase, "closed")
 
 
 def test_live_display_redraws_at_most_ten_times_per_second():
