@@ -62,7 +62,7 @@ class WandbLog:
 
     def close(self) -> None:
         """Wait until W&B has stored everything."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def _read_id(folder: Path) -> str:
