@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,7 +36,7 @@ class LiveBlock:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self.stream: TextIO = _TextAbove(self, stream)
+        self.stream = cast(TextIO, _TextAbove(self, stream))
         self._live.start()
 
     @property

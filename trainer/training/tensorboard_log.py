@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ class TensorBoardLog:
             PrepError: tensorboard is not installed, or the folder cannot be written.
         """
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            event_pb2, summary_pb2 = (
+                import_module(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary")
+            )
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
             what, hint = "`log.tensorboard` needs TensorBoard", "`pip install 'prepcli[tensorboard]'`"

@@ -43,7 +43,7 @@ def test_restarted_run_replaces_all_steps(tmp_path: Path):
 
 
 def test_missing_tensorboard_is_an_error_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
     with pytest.raises(PrepError, match=r"log\.tensorboard") as raised:
         TensorBoardLog(tmp_path, 0)
     assert "prepcli[tensorboard]" in raised.value.hint
