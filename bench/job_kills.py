@@ -1,11 +1,12 @@
-"""Kill, stop or suspend one of two training processes, and show what the other one does and whether a restart is exact.
+"""Kill, stop or suspend one of two training processes, or set it up differently, and show what both do.
 
-    python -m bench.job_kills --work FOLDER [--random 50] [--seed 1] [--timeout 10] [--cases]
+    python -m bench.job_kills --work FOLDER [--random 50] [--seed 1] [--timeout 10] [--cases] [--differences]
 
 Each case trains a tiny model in two processes with two CPU devices each. A signal goes to one of them: at a named point
-(`--cases`), or at a random time of the run (`--random`). Then the same command runs again, without a signal. The state
-after its last step must equal that of an undisturbed run, bit by bit. Prints one row per case, and the number of wrong
-ones, which must be 0.
+(`--cases`), or at a random time of the run (`--random`). `--differences` gives one process another clock, disk, recipe,
+version, checkpoint or data instead (as root; with faketime). Then the same command runs again, without a fault. The
+state after its last step must equal that of an undisturbed run, bit by bit. Prints one row per case, and the number of
+wrong ones, which must be 0.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.job_differences import FILLER, full_disk_cases, make_differences, small_disk
 from tests.helpers.job_faults import Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
 
 START_TIMEOUT = "20"
+RUN, COMPILED = "run", "compiled"
+MAX_CHARS = 300  # of a message
 CASES = (
     Fault("start: kill -9 of 0", "", 0, signal.SIGKILL, 0.3),
     Fault("start: kill -9 of 1", "", 1, signal.SIGKILL, 0.3),
@@ -53,22 +57,41 @@ def main() -> None:
     os.chdir(folder)
     make_training_folder()
     start_s = time.monotonic()
-    undisturbed = run_job(folder, "undisturbed")
+    undisturbed = run_job(folder, "undisturbed", compiled=folder / COMPILED)
     duration_s = time.monotonic() - start_s
     if undisturbed.codes != (0, 0):
         raise SystemExit(f"the undisturbed run failed: {undisturbed}")
-    expected, num_wrong = state_digest(folder / "undisturbed"), 0
+    expected = state_digest(folder / "undisturbed")
     print(f"undisturbed run: {duration_s:.1f} s; heartbeat time-out {options.timeout} s", flush=True)
-    for fault in faults(options, duration_s):
-        out = "run"
-        shutil.rmtree(folder / out, ignore_errors=True)
-        settings = {"cluster__heartbeat_timeout": options.timeout, "cluster__start_timeout": START_TIMEOUT}
-        outcome = run_job(folder, out, fault, **settings)
-        restart = run_job(folder, out)
-        is_right = restart.codes == (0, 0) and state_digest(folder / out) == expected
-        num_wrong += not is_right
-        print(row(fault, outcome, is_right), flush=True)
-    print(f"wrong: {num_wrong}")
+    rights = [run_case(folder, fault, expected, timeout=options.timeout) for fault in faults(options, duration_s)]
+    if options.differences:
+        differences = [*make_differences(folder)]
+        rights += [run_case(folder, fault, expected, timeout=options.timeout) for fault in differences]
+        for fault in full_disk_cases():
+            shutil.rmtree(folder / RUN, ignore_errors=True)
+            with small_disk(folder / RUN) as is_mounted:
+                rights += [run_case(folder, fault, expected, timeout=options.timeout)] if is_mounted else []
+    print(f"wrong: {rights.count(False)}")
+
+
+def run_case(folder: Path, fault: Fault, expected: tuple[int, str], *, timeout: str) -> bool:
+    """Run a job with a fault and start it again without; print the row, and return whether the restart is exact.
+
+    Args:
+        folder: Folder of the recipe.
+        fault: The fault.
+        expected: State of the undisturbed run.
+        timeout: Time-out of heartbeats in seconds.
+    """
+    if not (folder / RUN).is_mount():
+        shutil.rmtree(folder / RUN, ignore_errors=True)
+    settings = {"cluster.heartbeat_timeout": timeout, "cluster.start_timeout": START_TIMEOUT}
+    outcome = run_job(folder, RUN, fault, settings=settings)
+    (folder / RUN / FILLER).unlink(missing_ok=True)
+    restart = run_job(folder, RUN, compiled=folder / COMPILED)
+    is_right = restart.codes == (0, 0) and state_digest(folder / RUN) == expected
+    print(row(fault, outcome, is_right), flush=True)
+    return is_right
 
 
 def parse_options() -> argparse.Namespace:
@@ -79,6 +102,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", default="10")
     parser.add_argument("--cases", action="store_true")
+    parser.add_argument("--differences", action="store_true")
     return parser.parse_args()
 
 
@@ -92,12 +116,13 @@ def faults(options: argparse.Namespace, duration_s: float) -> Iterator[Fault]:
 
 
 def row(fault: Fault, outcome: Outcome, is_right: bool) -> str:
-    """Return a case as a line: its name, exit codes, seconds, restart, and the message of the other process."""
-    survivor = 1 - fault.victim
-    message = re.sub(r"\s+", " ", outcome.message(survivor)).strip()
+    """Return a case as text: name, exit codes, seconds, restart, messages of the other process or of both."""
+    shown = [1 - fault.victim] if fault.number else [0, 1]
+    messages = [outcome.message(index) or " ".join(outcome.warnings(index)) for index in shown]
+    text = "\n    ".join(re.sub(r"\s+", " ", message).strip()[:MAX_CHARS] for message in messages if message)
     codes = "/".join("suspended" if code is None else str(code) for code in outcome.codes)
     restart = "exact" if is_right else "WRONG"
-    return f"{fault.name:<34} {codes:<14} {outcome.seconds:5.1f} s  restart {restart}  {message:.150}"
+    return f"{fault.name:<34} {codes:<14} {outcome.seconds:5.1f} s  restart {restart}  {text}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prepcli.api.compute import generate, load_params, train
     from prepcli.api.conversions import (
         export,
+        merge,
         pad_vocab,
         plan_export,
         plan_pad_vocab,
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
         reshard,
         save_init,
     )
+    from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
     from prepcli.api.options import (
         ConversionOptions,
         DropOptions,
         ExportOptions,
         LayoutOptions,
+        MergeOptions,
+        ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
         ReshardOptions,
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
         TrainingRun,
         Verification,
     )
+    from prepcli.api.saving import save_params
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -63,6 +68,8 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "MergeOptions",
+    "ModuleOptions",
     "NewRowOptions",
     "OutputExistsError",
     "PadVocabOptions",
@@ -79,9 +86,13 @@ __all__ = [
     "Verification",
     "__version__",
     "export",
+    "from_hf_flax",
     "generate",
     "inspect",
+    "linen_model",
     "load_params",
+    "merge",
+    "nnx_model",
     "pad_vocab",
     "plan_export",
     "plan_pad_vocab",
@@ -90,6 +101,8 @@ __all__ = [
     "report",
     "reshard",
     "save_init",
+    "save_params",
+    "to_hf_flax",
     "train",
     "verify",
 ]
@@ -97,12 +110,14 @@ __all__ = [
 _MODULES = {
     "prepcli.api.checks": ("inspect", "verify"),
     "prepcli.api.compute": ("generate", "load_params", "train"),
+    "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.reporting": ("report",),
     "prepcli.api.results": (
         *("Conversion", "Generation", "Inspection", "RunsReport"),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),
+    "prepcli.api.saving": ("save_params",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

@@ -13,7 +13,7 @@ from tools.import_graph import ROOT, ROOTS, imported_names, package_of, read_gra
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 
 # Lowest first: a package imports only from packages above it in its list.
-TRAINER = ("models", "distributed", "nn", "recipe", "planning", "data", "generation", "training")
+TRAINER = ("models", "distributed", "nn", "flax_modules", "recipe", "planning", "data", "generation", "training")
 PREPCLI = (
     *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),
     *("execution", "inspection", "demo", "launch", "commands", "api", "testing", "cli", "__main__"),
@@ -39,8 +39,8 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.train_{name}"
         for name in (
-            *("display", "environment", "metrics", "prepare", "processes"),
-            *("report", "result", "run", "start", "together"),
+            *("data", "display", "environment", "lora", "metrics", "prepare"),
+            *("processes", "report", "result", "run", "start", "together"),
         )
     ),
     "prepcli.api.compute",
@@ -49,7 +49,7 @@ COMPUTES = {  # modules that start jax, or list its devices
         f"prepcli.testing.{name}"
         for name in ("checks", "greedy", "kit", "report", "subject", "tiny_transformers", "torch_transformers")
     ),
-    "prepcli.restore.params",
+    *("prepcli.api.flax_models", "prepcli.api.saving", "prepcli.restore.params", "prepcli.restore.random_params"),
 }
 
 PROTOCOLS = {"trainer.distributed", "trainer.distributed.process_group"}  # no framework: a package name and a protocol

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prepcli.cli.docs_page import cli_page
 from prepcli.cli.main import main
+from prepcli.testing.checkpoints import read_checkpoint
+from tests.helpers.adapters import make_adapter
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import write_tokenizer
@@ -56,6 +60,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     write_tokenizer(tmp_path / "gpt-neo-1.3B")
+    make_adapter(tmp_path / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
     return tmp_path
 
 
@@ -91,6 +96,25 @@ def test_python_of_the_readme_works(models: Path) -> None:
     result, shape = done.stdout.splitlines()
     assert result.startswith("init ")
     assert shape == "(3, 8, 8, 64)"
+
+
+def test_python_of_the_flax_guide_fine_tunes_and_exports(models: Path) -> None:
+    pytest.importorskip("flax")
+    scripts = [block.text for block in blocks(ROOT / "docs/how-to/flax.md") if block.language == "python"]
+    assert len(scripts) == 2
+    before = read_checkpoint(models / "gpt-neo-1.3B")
+    for script in scripts:
+        environ = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
+        done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses = [float(loss) for loss in re.findall(r"^loss (.*)$", done.stdout, re.MULTILINE)]
+        assert len(losses) == 20
+        assert losses[-1] < losses[0] - 0.5
+        tuned = read_checkpoint(models / "tuned")
+        assert {name: tensor.shape for name, tensor in tuned.items()} == {n: t.shape for n, t in before.items()}
+        assert not np.array_equal(tuned["transformer.wte.weight"], before["transformer.wte.weight"])
+        shutil.rmtree(models / "tuned")
+        shutil.rmtree(models / "tuned-init")
 
 
 def test_cli_page_is_up_to_date() -> None:

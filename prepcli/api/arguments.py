@@ -95,6 +95,8 @@ def _choice_text(choice: Any) -> str:
         return " | ".join(map(repr, get_args(choice)))
     if get_origin(choice) is Sequence:
         return f"Sequence[{type_text(*get_args(choice))}]"
+    if get_origin(choice) is Callable:
+        return "a function"
     return choice.__name__
 
 
@@ -111,6 +113,8 @@ def _matches_choice(value: object, choice: Any) -> bool:
             return False
         items: Sequence[Any] = value
         return all(_matches(item, *get_args(choice)) for item in items)
+    if get_origin(choice) in (Mapping, Callable):
+        return isinstance(value, get_origin(choice))
     if choice is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, choice) and (choice is bool or not isinstance(value, bool | type))

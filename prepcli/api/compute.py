@@ -18,6 +18,7 @@ from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.restore.params import open_model
 from trainer.models.param_tree import Tree
+from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
 
 ComputeDtype = Literal["float32", "bfloat16"]
 
@@ -92,7 +93,7 @@ def generate(
         checkpoint: Folder, alias, hub id, training run, or a step of one.
         prompts: One prompt, or several, as text.
         tokens: Prompts as token ids. They follow the text prompts in the result.
-        tokenizer: A tokenizer.json; default: the checkpoint's.
+        tokenizer: A tokenizer.json, a SentencePiece model, or a folder with a tokenizer; default: the checkpoint's.
         max_new_tokens: Limit per prompt; default: 64, or fewer if the positions end.
         temperature: 0 selects the most likely token.
         top_k: Sample from this many of the most likely tokens; 0: all.
@@ -148,9 +149,20 @@ def train(
     stream: bool = False,
     verify: bool = True,
     force: bool = False,
+    loss_fn: TokenLoss | None = None,
+    metric_fn: TokenMetrics | None = None,
     progress: Progress | None = None,
 ) -> TrainingRun:
     """Train from a recipe, or resume a run that was stopped.
+
+    `loss_fn(logits, targets)` replaces the cross entropy in training. It is called for chunks of tokens with float32
+    logits `[rows, tokens, vocabulary]` without padding and int32 targets `[rows, tokens]`, and returns a loss for each
+    token, `[rows, tokens]`. It is traced by `jax.jit`. prep multiplies the losses by the weights of the tokens, and
+    divides the sum of the batch by the sum of the weights. The function must compute each token by itself: the result
+    then depends neither on the mesh nor on micro-batches nor on chunks, beyond rounding, and the logits of all tokens
+    never exist. `metric_fn(logits, targets)` is called in the same way in evaluation, and returns a dict of values
+    `[rows, tokens]`; the weighted mean of `NAME` is logged as `eval_NAME`. Evaluation always reports the
+    cross entropy.
 
     Args:
         recipe: A TOML file; docs/reference/recipes.md lists its keys.
@@ -162,6 +174,9 @@ def train(
         stream: Read a hub model without a local copy.
         verify: Compare the checkpoint with its checksums while it is read.
         force: Start even if a step is estimated not to fit into memory.
+        loss_fn: Loss of each token; default: the cross entropy. A run resumes with a function of the same name. Not
+            supported with `train.reduction = "exact"` and the keys of `[loss]`.
+        metric_fn: Values of each token to evaluate. Not supported with `train.reduction = "exact"`.
         progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
 
     Returns:
@@ -182,6 +197,7 @@ def train(
         stream=stream,
         verify=verify,
         force=force,
+        token_functions=TokenFunctions(loss_fn, metric_fn),
     )
     outcome = run_silently("train", lambda ui: train_command.train(request, ui), progress)
     fields: Any = outcome.report.fields

@@ -30,7 +30,7 @@ class SourceOptions(TypedDict, total=False):
         config: config.json, or its folder, of a source without one.
         step: Step of a training run; default: the last.
         memory: Limit of anonymous memory beyond that of opening the source, in bytes or as text such as "1GiB"; at
-            least 32 MiB, default "512MiB". `load_params` and `generate` ignore it.
+            least 32 MiB, default "512MiB". Functions that write no file ignore it.
     """
 
     revision: str | None
@@ -39,6 +39,27 @@ class SourceOptions(TypedDict, total=False):
     config: PathLike | None
     step: NonNegativeInt | None
     memory: int | str
+
+
+class ModuleOptions(SourceOptions, total=False):
+    """Options of `nnx_model` and `linen_model`.
+
+    Attributes:
+        dtype: Dtype of the computation; default: "float32".
+        param_dtype: Dtype of the parameters; default: "float32".
+        attention_kernel: One of the recipe's `model.attention_kernel`; default: "blockwise".
+        remat_policy: Activations that a layer saves for its backward pass, one of the recipe's `model.remat_policy`;
+            default: "none".
+        seed: Seed of random parameters; default: 0.
+        verify: Compare every byte with the checkpoint's checksums or digests; default: True.
+    """
+
+    dtype: Literal["float32", "bfloat16"]
+    param_dtype: Literal["float32", "bfloat16"]
+    attention_kernel: Literal["reference", "blockwise", "cudnn", "pallas-splash"]
+    remat_policy: str
+    seed: NonNegativeInt
+    verify: bool
 
 
 class ConversionOptions(SourceOptions, total=False):
@@ -155,12 +176,27 @@ class ExportOptions(ConversionOptions, total=False):
     allow_overflow: bool
 
 
+class MergeOptions(SourceOptions, total=False):
+    """Options of `merge`. The options of `SourceOptions` are for the base.
+
+    Attributes:
+        overwrite: Replace another output of prep; default: False.
+        restart: Discard the work of an interrupted run; default: False.
+        allow_overflow: Write infinity for sums too large for the base's dtype; default: False, which raises.
+    """
+
+    overwrite: bool
+    restart: bool
+    allow_overflow: bool
+
+
 # The keyword options of the function of each command.
 OPTIONS_BY_COMMAND = {
     "pad-vocab": PadVocabOptions,
     "save-init": SaveInitOptions,
     "reshard": ReshardOptions,
     "export": ExportOptions,
+    "merge": MergeOptions,
 }
 
 

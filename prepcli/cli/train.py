@@ -49,7 +49,10 @@ class PromptOptions:
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            "--tokenizer", metavar="PATH", help="Use this tokenizer.json; default: the model's.", show_default=False
+            "--tokenizer",
+            metavar="PATH",
+            help="Use this tokenizer file or folder; default: the model's.",
+            show_default=False,
         ),
     ] = None
 
@@ -82,7 +85,9 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="RUN", help="Write the run to RUN; default: runs/NAME.", show_default=False),
+        typer.Option(
+            "--out", metavar="RUN", help="Save to RUN, a folder or bucket URL; default: runs/NAME.", show_default=False
+        ),
     ] = None,
     stop_after: Annotated[
         int, typer.Option("--stop-after", metavar="STEPS", min=0, help="Stop and save after STEPS steps; 0: never.")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.generation.generator import Generator
     from trainer.nn.model_spec import ModelSpec
 
-TOKENIZER_FILE, GENERATION_CONFIG_FILE = "tokenizer.json", "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 DEFAULT_NEW_TOKENS = 64
 OUT_OF_MEMORY_HINT = (
     "a smaller `--batch-size`, fewer `--max-new-tokens`, `--dtype bfloat16`, or more fsdp or mp in `--mesh`"
@@ -46,7 +46,7 @@ class GenerateRequest:
     prompt_texts: tuple[str, ...] = ()
     prompts_file: str | None = None  # one prompt per line; `-` is stdin
     prompt_ids: tuple[str, ...] = ()  # prompts as comma-separated token ids
-    tokenizer: Path | None = None  # None: the checkpoint's tokenizer.json
+    tokenizer: Path | None = None  # None: the checkpoint's tokenizer
     max_new_tokens: int | None = None  # None: DEFAULT_NEW_TOKENS, or fewer if the model has fewer positions
     sampling: tuple[float, int, float, int] = (0.0, 0, 1.0, 0)  # temperature, top-k, top-p, seed
     mesh: str | None = None  # None: one device
@@ -103,7 +103,9 @@ def _start_processes(address: ProcessAddress, ui: Ui) -> ProcessGroup:
 
     defaults = Cluster()
     return start_processes(
-        address, start_timeout_s=defaults.start_timeout, heartbeat_timeout_s=defaults.heartbeat_timeout
+        replace(address, job=address.job or "prep generate"),
+        start_timeout_s=defaults.start_timeout,
+        heartbeat_timeout_s=defaults.heartbeat_timeout,
     )
 
 
@@ -181,13 +183,15 @@ def _check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> 
 
 def _load_tokenizer(request: GenerateRequest, source: Source, is_required: bool) -> TextTokenizer | None:
     """Load the tokenizer; return None if there is none and all prompts are token ids, else raise PrepError."""
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.tokenizer import find_tokenizer, load_tokenizer
 
-    path, hint = request.tokenizer or _find_side_file(source, TOKENIZER_FILE), "`--tokenizer PATH`, or `--tokens 1,2,3`"
+    folders = dict.fromkeys(path.parent for path in source.small_files)
+    path = request.tokenizer or next(filter(None, map(find_tokenizer, folders)), None)
+    hint = "`--tokenizer PATH`, or `--tokens 1,2,3`"
     if path is None:
         if not is_required:
             return None
-        why = f"there is no {TOKENIZER_FILE} to encode the prompts with"
+        why = "there is no tokenizer.json or SentencePiece model to encode the prompts with"
         raise PrepError(f"{source.display_name} has no tokenizer", why, hint)
     try:
         return load_tokenizer(path)
@@ -209,7 +213,7 @@ def _encode_prompts(
     model: ModelSpec,
     config: Mapping[str, Any],
 ) -> _EncodedPrompts:
-    from trainer.training.setup import decoder_start_token_id
+    from trainer.training.datasets import decoder_start_token_id
 
     encoded_texts = [tokenizer.encode_prompt(text) for text in texts] if tokenizer else []
     decoded = [tokenizer.decode(prompt_ids) if tokenizer else None for prompt_ids in ids]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,32 +17,34 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_display import open_display
 from prepcli.commands.train_environment import write_environment
-from prepcli.commands.train_files import RUNS_FOLDER, kept_note, write_recipe
-from prepcli.commands.train_folder import check_run_folder, check_shared_folder
+from prepcli.commands.train_files import kept_note, write_recipe
+from prepcli.commands.train_folder import check_shared_folder, run_place
+from prepcli.commands.train_lora import base_facts, check_base, with_adapters
 from prepcli.commands.train_metrics import open_metrics
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
-from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_model_start, open_orbax_start
+from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_last_step, open_model_start
 from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
-from prepcli.formats.run_steps import saved_steps, step_folder
-from prepcli.restore.item_reader import ItemReader
-from prepcli.restore.weights_reader import WeightsReader
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
     from trainer.training.step import TrainState
+
+MAX_ISA = "--xla_cpu_max_isa"
 
 
 def train(request: TrainRequest, ui: Ui) -> Report:
@@ -60,39 +63,46 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
     loaded = load_recipe(request.recipe, request.overrides)
+    request.token_functions.check(loaded.recipe)
     silence_jax(ui)
+    if loaded.recipe.train.reduction == "exact":
+        disable_fused_multiply_add()
     from trainer.distributed.sharding import catch_out_of_memory
 
     group = connect_processes(loaded.recipe)
-    folder = request.out or RUNS_FOLDER / loaded.recipe.name
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
-    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(saved_steps(folder)))
+    place = run_place(request.out, loaded.recipe.name, process_ui)
+    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(place.known_steps()))
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
         job = JobContext(group, process_ui, enter_phase)
-        return replace(_train_in_group(loaded, folder, request, job=job), process=process)
+        return replace(_train_in_group(loaded, place, request, job=job), process=process)
 
 
-def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, job: JobContext) -> Report:
+def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, job: JobContext) -> Report:
     """Prepare the run, load its state and train."""
     group, ui = job.group, job.ui
     if group.index == 0:
-        check_run_folder(folder)
-    if group.count > 1 and not request.dry_run:
-        check_shared_folder(folder, group)
+        place.check(group.count)
+    if group.count > 1 and place.is_on_disk and not request.dry_run:
+        check_shared_folder(place.local_folder, group)
+    if not place.is_on_disk:
+        ui.note(f"tokens and metrics are written to {place.local_folder} first; `data.cache` names a folder for tokens")
     with (
         raise_on_signal(),
-        note_durable_work(lambda: "" if request.dry_run else kept_note(folder)),
+        note_durable_work(lambda: "" if request.dry_run else kept_note(place)),
         ExitStack() as stack,
     ):
-        start, sharding = _open_start_checkpoint(loaded, folder, request, group=group, ui=ui)
+        start, sharding = _open_start_checkpoint(loaded, place, request, group=group, ui=ui)
         stack.enter_context(start.reader)
+        if start.adapters is not None:
+            stack.enter_context(start.adapters)
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
-            folder,
+            place,
             start=start,
             sharding=sharding,
             scratch_dir=scratch_dir,
@@ -114,8 +124,16 @@ def _train_in_group(loaded: LoadedRecipe, folder: Path, request: TrainRequest, *
         if run.step == run.job.steps:
             return finished_report(run)
         if request.verify:
-            start.check_remaining(folder, ui, has_state=bool(run.step))
-        state = _load_train_state(run, start.reader)
+            start.check_remaining(ui, has_state=bool(run.step))
+        with start.rename_in_errors():
+            state = _load_train_state(run, start)
+        if start.lora is not None:
+            assert run.recipe.model.path is not None
+            facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
+            if run.step:
+                check_base(start.state_reader.manifest, facts)
+            job_fields = {**run.job.manifest_fields, **facts}
+            run = replace(run, job=replace(run.job, manifest_fields=job_fields))
     return _run_training(run, state, restart=request.restart, job=job)
 
 
@@ -127,6 +145,7 @@ def _shared_options(request: TrainRequest) -> dict[str, object]:
         "--dry-run": request.dry_run,
         "--stream": request.stream,
         "--no-verify": not request.verify,
+        **request.token_functions.manifest_fields,
     }
 
 
@@ -141,8 +160,18 @@ def silence_jax(ui: Ui) -> None:
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
 
 
+def disable_fused_multiply_add() -> None:
+    """Let XLA's code for x86 processors round each product; XLA reads the option before it uses the first device.
+
+    LLVM fuses one of the products in `a * b + c * d` with the sum, and its choice depends on the shapes of a program.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if platform.machine() in ("x86_64", "AMD64") and MAX_ISA not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {MAX_ISA}=AVX".strip()  # the newest instructions without fused ones
+
+
 def _open_start_checkpoint(
-    loaded: LoadedRecipe, folder: Path, request: TrainRequest, *, group: ProcessGroup, ui: Ui
+    loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, group: ProcessGroup, ui: Ui
 ) -> tuple[StartCheckpoint, ShardingContext]:
     """Open the run's last step, or else the recipe's checkpoint; return it and the sharding of the run."""
     from trainer.distributed.sharding import make_sharding_context
@@ -156,14 +185,14 @@ def _open_start_checkpoint(
     slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
     recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
-    check_inputs(loaded.recipe)
+    check_inputs(loaded.recipe, DataFinder(make_access(ui, offline=request.offline), ui.note))
     check_devices(loaded.recipe, recipe_sharding)
-    if last_step := _last_step(folder, request, group):
-        start = open_orbax_start(step_folder(folder, last_step), folder, verify=request.verify)
+    lora, last_step = loaded.recipe.lora, _last_step(place, request, group)
+    if last_step and not lora.is_enabled:
+        start = open_last_step(place, last_step, verify=request.verify)
     else:
         start = open_model_start(
             loaded.recipe,
-            folder,
             sharding=recipe_sharding,
             access=make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True),
             verify=request.verify,
@@ -171,36 +200,41 @@ def _open_start_checkpoint(
                 check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
             ),
         )
+    if lora.is_enabled:
+        start = with_adapters(start, lora, place, last_step=last_step, verify=request.verify)
     if request.restart:
-        check_restart_source(start, folder)
+        check_restart_source(start, place, loaded.recipe)
     sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest), slices=slices)
     check_batch(loaded.recipe, sharding)
     return start, sharding
 
 
-def _last_step(folder: Path, request: TrainRequest, group: ProcessGroup) -> int:
-    """Return the step to resume from, as process 0 sees the run's folder; 0 to start from the recipe's checkpoint."""
-    steps = [] if request.restart else saved_steps(folder)
+def _last_step(place: RunPlace, request: TrainRequest, group: ProcessGroup) -> int:
+    """Return the step to resume from, as process 0 sees the run; 0 to start from the recipe's checkpoint."""
+    steps = [] if request.restart else place.steps()
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _load_train_state(run: Run, reader: ItemReader | WeightsReader | RandomReader) -> TrainState:
+def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
     """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
     from trainer.training.loading import init_state, random_state, restore_state
+    from trainer.training.step import has_optimizer_state
 
-    if isinstance(reader, RandomReader):
+    base, reader = start.reader, start.state_reader
+    if isinstance(base, RandomReader) or isinstance(reader, RandomReader):
         return random_state(run.job.setup, run.recipe.seed)
     if not run.step:
-        return init_state(reader, run.job.setup)
-    if not any(name.startswith("opt_state.") for name in reader.leaves):
+        return init_state(base, run.job.setup, start.adapters)
+    is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
+    if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
-        hint = f"`--restart`, or another `name` and `--set model.path={step_folder(run.folder, run.step)}`"
+        hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
-    return restore_state(reader, run.job.setup)
+    return restore_state(reader, run.job.setup, None if start.adapters is None else base)
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
-    """Train in the run's folder, which is locked meanwhile."""
+    """Train, and save to the place of the run, which is locked meanwhile."""
     from trainer.training.loop import Loop
 
     sharding = run.job.setup.forward_config.sharding
@@ -236,13 +270,14 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
 
 def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
     return RunFolder(
-        run.folder,
+        run.place,
         run.start_checkpoint,
         name=run.recipe.name,
         keep=run.recipe.checkpoint.keep,
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,
+        lora=run.lora,
         group=run.group,
         free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // run.processes_per_host,
         note=ui.warn,

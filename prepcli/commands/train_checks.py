@@ -14,14 +14,14 @@ from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
-from prepcli.formats.run_steps import saved_steps
+from prepcli.execution.run_place import RunPlace
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
-from trainer.models.memory_estimate import STATE_COPIES
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.rules import Rules
 from trainer.planning.memory_changes import find_memory_change
 from trainer.planning.model_shapes import PlannedModel, model_of_config
+from trainer.planning.optimizer_state import state_leaves
 from trainer.planning.step_inputs import context_warnings
 from trainer.planning.training_plan import TrainingPlan, plan_training, with_values
 from trainer.recipe import Recipe
@@ -36,7 +36,7 @@ def check_machine(
     model: PlannedModel,
     sharding: ShardingContext,
     *,
-    folder: Path,
+    place: RunPlace,
     group: ProcessGroup,
     processes_per_host: int,
     ui: Ui,
@@ -49,7 +49,7 @@ def check_machine(
         recipe: The recipe of the run.
         model: The model to train.
         sharding: Mesh and devices.
-        folder: Folder of the run; process 0 checks its disk.
+        place: Place of the run; process 0 checks its disk.
         group: Processes of the run.
         processes_per_host: Processes of the run on one host, which share its memory.
         ui: Prints notes and warnings.
@@ -69,8 +69,8 @@ def check_machine(
         for warning in context_warnings(recipe, plan.inputs):
             ui.warn(warning)
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
-    if group.index == 0 and not saved_steps(folder):
-        check_disk(folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
+    if group.index == 0 and place.is_on_disk and not place.steps():
+        check_disk(place.local_folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
 
 
@@ -156,9 +156,11 @@ def host_memory() -> dict[str, int | None]:
 
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
-    """Return the size of one checkpoint: float32 parameters, and two moments of each if they are saved."""
-    count = sum(math.prod(leaf.shape) for leaf in leaves.values())
-    return FLOAT32 * count * (STATE_COPIES if recipe.checkpoint.optimizer_state else 1)
+    """Return the size of one checkpoint: float32 parameters, and the optimizer state if it is saved."""
+    params_nbytes = FLOAT32 * sum(math.prod(leaf.shape) for leaf in leaves.values())
+    if not recipe.checkpoint.optimizer_state:
+        return params_nbytes
+    return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))
 
 
 def check_disk(folder: Path, needed_nbytes: int) -> None:

@@ -17,7 +17,7 @@ from prepcli.inspection.run_record import ENVIRONMENT_FILE
 
 
 def write_environment(run: Run) -> None:
-    """Write the environment of the current start of a run; raise PrepError if the disk refuses it."""
+    """Write the environment of the current start of a run; raise PrepError if it cannot be written."""
     path = run.folder / ENVIRONMENT_FILE
     new_path = path.with_name(f"{ENVIRONMENT_FILE}.new")
     try:
@@ -25,6 +25,7 @@ def write_environment(run: Run) -> None:
         os.replace(new_path, path)
     except OSError as error:
         raise io_error(path, error) from error
+    run.place.store_file(ENVIRONMENT_FILE)
 
 
 def environment_fields(run: Run) -> dict[str, Any]:

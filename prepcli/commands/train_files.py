@@ -6,39 +6,42 @@ import os
 from pathlib import Path
 from typing import Any
 
-from prepcli.commands.train_folder import RECIPE_FILE, TOKENS_FOLDER
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
-from prepcli.formats.run_steps import saved_steps
+from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
+from prepcli.formats.run_steps import RECIPE_FILE
+from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
 
-RUNS_FOLDER = Path("runs")
+
+def kept_note(place: RunPlace) -> str:
+    """Describe the data of a run for the next start; empty if there is none."""
+    kept = {place.name: [f"step {step}" for step in place.known_steps()[-1:]]}
+    stores = [path for path in (place.local_folder / TOKENS_FOLDER).glob("*") if path.is_dir()]
+    if any(not path.name.endswith(".partial") for path in stores):
+        kept.setdefault(str(place.local_folder), []).append("the tokens")
+    elif any(state.meta.n_tokens for path in stores for state in read_journal(path)):
+        kept.setdefault(str(place.local_folder), []).append("a part of the tokens")
+    return "; ".join(f"kept in {where}: {', '.join(names)}" for where, names in kept.items() if names)
 
 
-def kept_note(folder: Path) -> str:
-    """Describe the data in a run's folder that the next start uses; empty if there is none."""
-    kept = [f"step {step}" for step in saved_steps(folder)[-1:]]
-    tokens = (folder / TOKENS_FOLDER).glob("*")
-    if any(path.is_dir() and not path.name.endswith(".partial") for path in tokens):
-        kept.append("the tokens")
-    return f"kept in {folder}: {', '.join(kept)}" if kept else ""
-
-
-def changed_keys(folder: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
-    earlier_recipe = load_recipe(folder / RECIPE_FILE).recipe
+    earlier_recipe = load_recipe(recipe_file).recipe
     shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
     pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def write_recipe(run: Run) -> None:
-    """Write the complete recipe of a run; raise PrepError if the disk refuses it."""
+    """Write the complete recipe of a run; raise PrepError if it cannot be written."""
     path = run.folder / RECIPE_FILE
     new_path = path.with_name(f"{RECIPE_FILE}.new")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         new_path.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
         os.replace(new_path, path)
     except OSError as error:
         raise io_error(path, error) from error
+    run.place.store_file(RECIPE_FILE)

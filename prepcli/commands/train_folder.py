@@ -1,42 +1,48 @@
-"""The folder of a run: the names in it, and the checks that a run may be written there by all processes."""
+"""The place of a run that `--out` names, and the check that all processes see its folder."""
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from prepcli.commands.train_start import INIT_FOLDER
-from prepcli.errors import PrepError, usage_error
+from prepcli.console.ui import Ui
+from prepcli.errors import PrepError
+from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.joint_work import joint_work
-from prepcli.execution.run_folder import LOCK
+from prepcli.execution.local_run import LocalRun
+from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.execution.uploads import parse_out_url
-from prepcli.formats.run_steps import saved_steps
-from prepcli.inspection.run_record import RECIPE_FILE
-from trainer.distributed.hosts import PROBE_PREFIX, sees_folder
-from trainer.distributed.process_group import ProcessGroup
+from prepcli.remote.retries import retry_policy_from_env
 
-TOKENS_FOLDER = "data"  # the tokens of the datasets
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import ProcessGroup
+
+RUNS_FOLDER = Path("runs")
+INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
 
-def check_run_folder(folder: Path) -> None:
-    """Check that a run may be written to a folder.
+def run_place(out: Path | None, name: str, ui: Ui) -> RunPlace:
+    """Return the place of a run, without reading or writing there.
 
-    The folder of a failed or killed start may contain only tokens or a lock, or an init of an earlier prep.
+    Args:
+        out: The value of `--out`.
+        name: Name of the recipe, for the default folder.
+        ui: Receives notes about retried requests.
 
     Raises:
-        PrepError: The path is a URL, a file, or a folder that is neither empty nor a run.
+        UsageError: A URL has another scheme, or is invalid.
     """
-    from trainer.data.store import LOCK_FILE as TOKENS_LOCK
+    from trainer.data.store_writer import LOCK_FILE as TOKENS_LOCK
+    from trainer.distributed.hosts import PROBE_PREFIX
 
-    if url := parse_out_url(folder):
-        hint = f"`--out FOLDER`, then `prep export FOLDER --out {url}`"
-        raise usage_error(f"`--out {url}` is not supported for `prep train`", "a run is saved to a file system", hint)
-    run_files = (RECIPE_FILE, LOCK, f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER)
-    is_run = bool(saved_steps(folder)) or any((folder / name).exists() for name in run_files)
-    if folder.is_dir() and any(folder.iterdir()) and not is_run and not any(folder.glob(f"{PROBE_PREFIX}*")):
-        raise PrepError(f"{folder} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out NAME`")
-    if folder.exists() and not folder.is_dir():
-        raise PrepError(f"{folder} already exists", "it is a file, and a run is a folder", "`--out NAME`")
+    url = parse_out_url(out)
+    if url is None:
+        start_files = (f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER, f"{PROBE_PREFIX}*")
+        return LocalRun(out or RUNS_FOLDER / name, start_files)
+    local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
+    return BucketRun(url, local_folder, retry_policy_from_env(os.environ, ui.note))
 
 
 def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
@@ -49,6 +55,8 @@ def check_shared_folder(folder: Path, group: ProcessGroup) -> None:
     Raises:
         PrepError: A process has another folder of this name, or process 0 cannot write to it.
     """
+    from trainer.distributed.hosts import sees_folder
+
     is_shared = sees_folder(folder, group)
     with joint_work(group, "folder-seen"):
         if not is_shared:

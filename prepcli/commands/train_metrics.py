@@ -20,6 +20,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 def open_metrics(run: Run) -> Iterator[MetricsLog]:
     """Open the receivers of the metrics of this process; it has none if only process 0 logs.
 
+    A run in an object store stores the metrics file at the start, with each step and after the last line.
+
     Yields:
         A MetricsLog that passes each line to all of them.
 
@@ -38,15 +40,18 @@ def open_metrics(run: Run) -> Iterator[MetricsLog]:
         run.folder.mkdir(parents=True, exist_ok=True)  # another host may have its own file system
     except OSError as error:
         raise io_error(run.folder, error) from error
-    path = run.folder / metrics_file(index)
-    logged = max((line["step"] for line in read_metrics(path)), default=-1)
+    name = metrics_file(index)
+    run.place.restore_file(name)
+    logged = max((line["step"] for line in read_metrics(run.folder / name)), default=-1)
     with ExitStack() as stack:
-        logs: list[MetricsLog] = [MetricsWriter(path, run.step)]
+        logs: list[MetricsLog] = [MetricsWriter(run.folder / name, run.step)]
+        run.place.store_file(name)
         if index == 0:
             for log in _open_extra_logs(run, logged):
                 stack.callback(log.close)
                 logs.append(log)
         yield MetricsLogs(tuple(logs))
+    run.place.store_file(name)
 
 
 def _open_extra_logs(run: Run, logged: int) -> Iterator[MetricsLog]:

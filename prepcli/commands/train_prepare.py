@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import changed_keys
-from prepcli.commands.train_folder import TOKENS_FOLDER
+from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.commands.train_start import StartCheckpoint
 from prepcli.console.ui import Ui
-from prepcli.targets.training_step import StartModel
+from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 def prepare_run(
     loaded: LoadedRecipe,
-    folder: Path,
+    place: RunPlace,
     *,
     start: StartCheckpoint,
     sharding: ShardingContext,
@@ -40,7 +42,7 @@ def prepare_run(
 
     Args:
         loaded: Recipe and the origins of its values.
-        folder: Folder of the run.
+        place: Place of the run.
         start: Open start checkpoint.
         sharding: Devices and rules of the run.
         scratch_dir: Folder for missing tokens in a dry run, which must not write to the run's folder; else None.
@@ -54,9 +56,10 @@ def prepare_run(
     from trainer.distributed import hosts
     from trainer.training import setup
     from trainer.training.attention_choice import choose_kernel
+    from trainer.training.datasets import build_datasets
 
-    recipe, step = loaded.recipe, _resume_step(folder, start)
-    manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
+    recipe, step = loaded.recipe, start.resume_step
+    manifest = start.manifest if step and start.lora is None else setup.override_config(start.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -67,23 +70,23 @@ def prepare_run(
         with_values(recipe, {"model.attention_kernel": kernel.name}),
         model_of_manifest(manifest),
         sharding,
-        folder=folder,
+        place=place,
         group=group,
         processes_per_host=processes_per_host,
         ui=ui,
         is_dry_run=request.dry_run,
         force=request.force,
     )
-    folders = {"tokenizer": start.tokenizer_folder, "cache": folder / TOKENS_FOLDER}
-    if scratch_dir is not None:
-        folders["spare"] = scratch_dir
-    datasets = setup.build_datasets(
+    folders = _token_folders(start, place, scratch_dir)
+    progress = tokenize_progress(ui)
+    datasets = build_datasets(
         recipe,
         model,
         manifest=manifest,
         folders=folders,
         group=group,
-        progress=tokenize_progress(ui),
+        remote=DataFinder(make_access(ui, offline=request.offline), ui.note),
+        progress=progress,
         note=ui.note,
     )
     job = setup.build_job(
@@ -94,11 +97,13 @@ def prepare_run(
         datasets=datasets,
         dropout=dropout,
         manifest_fields={"recipe": recipe_to_toml(recipe, loaded.origins)},
+        token_functions=request.token_functions,
         stop_after=request.stop_after,
+        frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
     )
     run = Run(
         loaded,
-        folder,
+        place,
         start_checkpoint=start.model,
         step=step,
         config=manifest["config"],
@@ -107,10 +112,17 @@ def prepare_run(
         memory=memory,
         group=group,
         processes_per_host=processes_per_host,
+        lora=start.lora,
     )
     if group.index == 0:  # the others may not see the run's folder
-        _check_job(run, manifest, model, ui)
+        _check_job(run, start.state_reader.manifest, model, ui)
     return run
+
+
+def _token_folders(start: StartCheckpoint, place: RunPlace, scratch_dir: Path | None) -> dict[str, Path]:
+    """Return the folders of the tokenizer and of tokens; see `build_datasets`."""
+    folders = {"tokenizer": start.tokenizer_folder, "cache": place.local_folder / TOKENS_FOLDER}
+    return folders if scratch_dir is None else {**folders, "spare": scratch_dir}
 
 
 def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) -> None:
@@ -118,15 +130,11 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
     from trainer.training.preflight import run_warnings
     from trainer.training.resume import check_resumable
 
-    folder, recipe, job, step = run.folder, run.recipe, run.job, run.step
+    recipe, job, step = run.recipe, run.job, run.step
     if step:
-        check_resumable(manifest, job, changed=changed_keys(folder, recipe), step=step)
-    for warning in (*run_warnings(recipe, job), *disk_warnings(folder, recipe, model.leaves, job.steps - step)):
+        check_resumable(manifest, job, changed=changed_keys(run.place.recipe_file(), recipe), step=step)
+    for warning in run_warnings(recipe, job):
         ui.warn(warning)
-
-
-def _resume_step(folder: Path, start: StartCheckpoint) -> int:
-    """Return the step to resume from; 0 if the checkpoint is not a step of this run."""
-    if isinstance(start.model, StartModel) or folder.resolve() not in start.model.resolve().parents:
-        return 0
-    return int(start.manifest["step"]) if start.manifest.get("kind") == "train" else 0
+    num_steps = job.steps - step
+    for warning in disk_warnings(run.folder, recipe, model.trained_leaves, num_steps) if run.place.is_on_disk else ():
+        ui.warn(warning)

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,10 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     """
     from trainer.distributed.start import start_processes
 
-    cluster = recipe.cluster
+    cluster, address = recipe.cluster, process_address(recipe.cluster.process_settings, os.environ)
     return start_processes(
-        process_address(cluster.process_settings, os.environ),
+        address
+        and replace(address, job=address.job or f"recipe {recipe.name}", settings_digest=_settings_digest(recipe)),
         start_timeout_s=cluster.start_timeout,
         heartbeat_timeout_s=cluster.heartbeat_timeout,
     )
@@ -105,6 +106,10 @@ def _versions() -> dict[str, str]:
 def _recipe_values(recipe: Recipe) -> dict[str, str]:
     """Return the values of the recipe's keys, without paths, whose contents are compared instead."""
     return {key: to_toml(value_of(recipe, key)) for key in keys_of(recipe) if _is_shared(key)}
+
+
+def _settings_digest(recipe: Recipe) -> str:
+    return digest(json.dumps(_recipe_values(recipe), sort_keys=True).encode())
 
 
 def _is_shared(key: str) -> bool:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.train_run import Run
 from prepcli.console.ui import Report
 from prepcli.errors import INTERRUPTED, RESUME_HINT, STOPPED, PrepError
-from prepcli.formats.run_steps import saved_steps, step_folder
 
 if TYPE_CHECKING:
     from trainer.training.loop import RunResult
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 def dry_run_report(run: Run) -> Report:
     """Report the run that would be started, with its memory estimate."""
-    text = f"would train to step {run.job.steps} in {run.folder}"
+    text = f"would train to step {run.job.steps} in {run.place.name}"
     return Report(text, run_fields(run, run.step) | {"memory": run.memory, "dry_run": True})
 
 
 def finished_report(run: Run, fields: Mapping[str, Any] | None = None) -> Report:
-    """Report the folder of the last step.
+    """Report the last step.
 
     Args:
         run: The run.
@@ -30,12 +29,12 @@ def finished_report(run: Run, fields: Mapping[str, Any] | None = None) -> Report
     """
     step = run.step if fields is None else run.job.steps
     all_fields = run_fields(run, step) | dict(fields or {})
-    return Report(str(step_folder(run.folder, run.job.steps)), all_fields, f"prep export {run.folder}")
+    return Report(run.place.step_name(run.job.steps), all_fields, f"prep export {run.place.name}")
 
 
 def stopped_report(run: Run, result: RunResult, fields: Mapping[str, Any]) -> Report:
     """Report the stop of a run before its last step, as an error."""
-    has_saved_step = bool(saved_steps(run.folder))
+    has_saved_step = bool(run.place.known_steps())
     error = _stopped_error(result.stop_reason, result.step, has_saved_step)
     return Report(fields=run_fields(run, result.step) | dict(fields), error=error)
 
@@ -45,12 +44,12 @@ def run_fields(run: Run, step: int) -> dict[str, Any]:
 
     Args:
         run: The run.
-        step: The last step that was taken.
+        step: The last step taken.
     """
-    steps = saved_steps(run.folder)
+    steps = run.place.known_steps()
     return {
-        "output": str(step_folder(run.folder, steps[-1])) if steps else None,
-        "run": str(run.folder),
+        "output": run.place.step_name(steps[-1]) if steps else None,
+        "run": run.place.name,
         "step": step,
         "steps": run.job.steps,
         "resumed_at": run.step,

@@ -1,8 +1,9 @@
-"""The checkpoint that a training run starts from."""
+"""The start checkpoint of a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ from prepcli.commands.random_start import RandomReader, random_config, random_st
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
+from prepcli.execution.run_place import RunPlace
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.manifest import find_manifest_folder, read_manifest
+from prepcli.formats.manifest import STATE_ITEM, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.remote.placeholders import rename_in_errors
 from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.params import open_weights
@@ -34,17 +36,13 @@ from trainer.recipe import Recipe
 if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
 
-INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
-
-def damage_hint(folder: Path, checkpoint: Path) -> str:
-    """Return the user's options if the start checkpoint is damaged."""
-    steps = saved_steps(folder)
-    if steps and step_folder(folder, steps[-1]) in (checkpoint, checkpoint.parent):
-        if len(steps) == 1:
-            return "`--restart` starts the run again"
-        return f"move {step_folder(folder, steps[-1])} away: the run then resumes from step {steps[-2]}"
-    return RECREATE_HINT
+def damage_hint(place: RunPlace, step: int) -> str:
+    """Return the user's options if a step of a run is damaged."""
+    earlier_steps = [earlier for earlier in place.known_steps() if earlier < step]
+    if not earlier_steps:
+        return "`--restart` starts the run again"
+    return f"move {place.step_name(step)} away: the run then resumes from step {earlier_steps[-1]}"
 
 
 def check_without_checksums(
@@ -70,13 +68,11 @@ def check_without_checksums(
     check_tensors(source, tensors, ui.progress(), hint)
 
 
-def check_restart_source(start: StartCheckpoint, folder: Path) -> None:
+def check_restart_source(start: StartCheckpoint, place: RunPlace, recipe: Recipe) -> None:
     """Raise UsageError if a restarted run would start from one of its own steps, which it deletes."""
-    if isinstance(start.model, StartModel):
-        return
-    own_steps = {step_folder(folder, step).resolve() for step in saved_steps(folder)}
-    if not own_steps.isdisjoint(start.model.resolve().parents):
-        what = f"`--restart` would delete {start.model.parent}"
+    source = recipe.model.path if isinstance(start.model, StartModel) else str(start.model)
+    if source is not None and place.contains(source):
+        what = f"`--restart` would delete {source if isinstance(start.model, StartModel) else start.model.parent}"
         raise usage_error(what, "the run starts from it: it is the recipe's `model.path`", "another `name`")
 
 
@@ -88,22 +84,43 @@ class StartCheckpoint:
         reader: Reader of its parameters, and of the training state if it is a step; of no leaves for a random start.
         model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
         tokenizer_folder: Folder with the tokenizer.
+        resume_step: Step of the run, if the checkpoint is one; 0 for another model.
+        hint: The user's options if the checkpoint is damaged.
+        name: URL of the checkpoint, if its folder has only placeholders of its files.
+        lora: Settings of the trained adapters of the run; None if it trains all parameters.
+        adapters: Reader of the adapters, and of the training state if the run is resumed; None for new ones.
     """
 
     reader: ItemReader | WeightsReader | RandomReader
     model: Path | StartModel
     tokenizer_folder: Path
+    resume_step: int = 0
+    hint: str = RECREATE_HINT
+    name: str = ""
+    lora: Mapping[str, Any] | None = None
+    adapters: ItemReader | WeightsReader | None = None
+
+    def rename_in_errors(self) -> AbstractContextManager[None]:
+        """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
+        if not (self.name and isinstance(self.reader, ItemReader)):
+            return nullcontext()
+        return rename_in_errors(self.reader.folder, f"{self.name}/{STATE_ITEM}")
 
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        return self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        manifest = self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        return manifest if self.lora is None else {**manifest, "lora": self.lora}
 
-    def check_remaining(self, folder: Path, ui: Ui, *, has_state: bool) -> None:
+    @property
+    def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the training state, if the run is resumed."""
+        return self.adapters or self.reader
+
+    def check_remaining(self, ui: Ui, *, has_state: bool) -> None:
         """Check a checkpoint without checksums of its chunks; others are checked as they are read.
 
         Args:
-            folder: Folder of the run.
             ui: Receives a note and progress.
             has_state: Check the state of the optimizer as well.
 
@@ -112,20 +129,26 @@ class StartCheckpoint:
         """
         if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
             return
-        source = open_source(locate(str(self.reader.folder)))
+        source = open_source(locate(self.name or str(self.reader.folder), access=Access(allow_urls=True)))
         tensors = source.all_tensors if has_state else source.tensors
-        check_without_checksums(source, tensors, ui, hint=damage_hint(folder, self.reader.folder))
+        check_without_checksums(source, tensors, ui, hint=self.hint)
 
 
-def open_orbax_start(path: Path, folder: Path, *, verify: bool) -> StartCheckpoint:
-    """Open an Orbax checkpoint of prep: an init or a step; see `open_reader`."""
-    reader = open_reader(path, verify, damage_hint(folder, path))
+def open_last_step(place: RunPlace, step: int, *, verify: bool) -> StartCheckpoint:
+    """Open the last step of a run, to resume from it."""
+    hint = damage_hint(place, step)
+    reader, name = place.open_step(step, verify, hint), "" if place.is_on_disk else place.step_name(step)
+    return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER, int(reader.manifest["step"]), hint, name)
+
+
+def _open_orbax_start(path: Path, *, verify: bool) -> StartCheckpoint:
+    """Open an Orbax checkpoint of prep: an init or a step of another run; see `open_reader`."""
+    reader = open_reader(path, verify)
     return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER)
 
 
 def open_model_start(
     recipe: Recipe,
-    folder: Path,
     *,
     sharding: ShardingContext,
     access: Access,
@@ -136,10 +159,9 @@ def open_model_start(
 
     Args:
         recipe: The recipe.
-        folder: Folder of the run.
         sharding: Mesh and rules of the recipe.
         access: How a remote checkpoint may be read.
-        verify: Check the bytes that are read against the digests of the checkpoint.
+        verify: Check the bytes against the digests of the checkpoint.
         check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its tensors are
             matched.
 
@@ -154,14 +176,14 @@ def open_model_start(
     check_stream(access.stream, located)
     path, is_local = located.local_files.path, located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
-        return open_orbax_start(path, folder, verify=verify)
+        return _open_orbax_start(path, verify=verify)
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
         check_config(recipe_config(read_config(path / CONFIG), recipe.model))
     source = open_source(located)
     rules = source.tree_manifest.get("rules", ()) if recipe.rules is None else recipe.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
-    manifest = _start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
+    manifest = start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
     files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
     return StartCheckpoint(reader, StartModel(manifest, files), _tokenizer_folder(source))
 
@@ -176,7 +198,7 @@ def _open_random_start(
     return StartCheckpoint(RandomReader(model.manifest), model, tokenizer_folder(recipe))
 
 
-def _start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
+def start_manifest(source: Source, reader: WeightsReader, name: str) -> dict[str, Any]:
     """Return the manifest that `prep save-init` would write for the leaves of a reader, without mesh and rules."""
     vocabulary = reader.vocabulary
     return {

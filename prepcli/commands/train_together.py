@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ def run_together(
         return
     watchdog = Watchdog(
         group,
-        WatchSettings(cluster.heartbeat_timeout, cluster.step_timeout, socket.gethostname()),
+        WatchSettings(cluster.heartbeat_timeout, cluster.step_timeout, group.places),
         is_broken=group.errors.reported.is_set,
         on_end=lambda end: _end_process(end, ui, has_saved_step),
     )
@@ -99,7 +98,7 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
     else:
         reported = error if isinstance(error, PrepError) else as_prep_error(error)
         why = " - ".join(text for text in (reported.what, reported.why) if text)
-        what = f"process {group.index} ({socket.gethostname()}) failed"
+        what = f"process {group.index} ({group.places[group.index]}) failed"
         end, code = JobEnd("failed", group.index, what, why), reported.code
     watchdog.end_job(end)
     group.exit_without_disconnecting(code)

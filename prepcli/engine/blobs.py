@@ -132,6 +132,10 @@ class FilesAndBlobs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, filled: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files and the readers of the blobs."""
         self._stack.close()
 
     def read_run(self, copy: StridedCopy, into: ByteArray) -> ByteArray:

@@ -1,17 +1,12 @@
-"""The folder of a training run: one checkpoint per saved step, `STEP/state/` with `STEP/prep-manifest.json`.
+"""The checkpoints of a training run, in a folder or in an object store.
 
-A save is a conversion whose source is memory, of one process or of all processes of the run. It is staged as
-`STEP.partial` and renamed once it is durable. An old step is renamed to `STEP.removed.partial` before it is deleted, so
-a folder called STEP is always complete.
+A save is a conversion whose source is memory, of one process or of all processes of the run. The place of the run
+writes and removes steps, so that each step is complete or invisible.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import re
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,16 +16,13 @@ from types import TracebackType
 from typing import Any, Literal
 
 from prepcli.engine.budget import make_budget
-from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from prepcli.execution.background_save import BackgroundSave, FinishedSave
 from prepcli.execution.joint_work import joint_work
-from prepcli.execution.locks import acquire_lock
-from prepcli.execution.paths import fsync_path, remove_path
-from prepcli.execution.staging import remove_work_folder
-from prepcli.execution.step_writer import MEMORY_NBYTES, StepWriter
-from prepcli.formats.manifest import PREP_KEYS, STATE_ITEM
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.execution.local_run import LocalRun
+from prepcli.execution.run_place import RunPlace, StepSave
+from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.formats.manifest import PREP_KEYS
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -40,10 +32,7 @@ from prepcli.targets.training_step import StartModel, plan_training_step
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec, PendingSave
 
-LOCK = ".lock"
-NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 SINGLE = SingleProcess()
-LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
 
 class RunFolder:
@@ -51,7 +40,7 @@ class RunFolder:
 
     def __init__(
         self,
-        run_folder: Path,
+        place: RunPlace | Path,
         start_checkpoint: Path | StartModel,
         *,
         name: str,
@@ -62,14 +51,15 @@ class RunFolder:
         rules: Sequence[str] | None = None,
         scan: bool | None = None,
         scan_axis: int | None = None,
+        lora: Mapping[str, Any] | None = None,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the folder, lock it, and remove files that killed processes left there.
+        """Create the run, lock it, and remove files that killed processes left there.
 
         Args:
-            run_folder: Folder of the run.
+            place: Place of the run, or its local folder.
             start_checkpoint: Checkpoint or model to start or resume from; its settings are the defaults.
             name: Name of the run.
             keep: Number of steps to keep.
@@ -79,7 +69,8 @@ class RunFolder:
             rules: Partition rules.
             scan: Whether layers are stacked.
             scan_axis: Axis of the stacked layers.
-            group: Processes of the run. Process 0 locks the folder, and creates and removes steps.
+            lora: Settings of the adapters, if the steps contain adapters instead of all parameters.
+            group: Processes of the run. Process 0 locks the run, and creates and removes steps.
             free_memory_nbytes: Returns the free memory of the host; None if a copy of a state always fits.
             note: Prints a line for the user.
 
@@ -88,20 +79,20 @@ class RunFolder:
         """
         manifest = self._open_start(start_checkpoint)
         changed_keys = {"config": config, "mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
+        changed_keys |= {"lora": lora}
         self._start_manifest = {
             **manifest,
             **{key: value for key, value in changed_keys.items() if value is not None},
             "name": name,
         }
         self._extra_files()  # raises before the first step if a link leaves the checkpoint
-        self._run_folder, self._keep, self._request = run_folder, keep, request
+        self._place = LocalRun(place) if isinstance(place, Path) else place
+        self._keep, self._request = keep, request
         self._layout: tuple[Mapping[str, LeafSpec], Plan] | None = None
         self._group, self._free_memory_nbytes = group, free_memory_nbytes
         self._pending: BackgroundSave | None = None
-        self._lock = -1
         if self._is_first:
-            self._lock = self._acquire_lock(note)
-            self._remove_leftovers()
+            self._place.acquire(note)
 
     @property
     def _is_first(self) -> bool:
@@ -125,29 +116,6 @@ class RunFolder:
             return self._start_files
         return copied_files(small_files(self._hf_folder), self._hf_folder.parent, path_prefix=f"{HF_FOLDER}/")
 
-    def _acquire_lock(self, note: Callable[[str], None]) -> int:
-        """Return the descriptor of the run's lock; -1 on a file system without locks."""
-        try:
-            self._run_folder.mkdir(parents=True, exist_ok=True)
-            fsync_path(self._run_folder.parent)
-            return acquire_lock(self._run_folder / LOCK, self._run_folder)
-        except OSError as error:
-            if error.errno not in NO_LOCK_ERRORS:
-                raise io_error(self._run_folder, error) from error
-            note(f"{self._run_folder} cannot be locked ({error.strerror}): start no second run there meanwhile")
-            return -1
-
-    def _remove_leftovers(self) -> None:
-        try:
-            for path in self._run_folder.iterdir():
-                if LEFTOVER_NAME.fullmatch(path.name):
-                    remove_path(path)
-            for step in self.steps():
-                remove_work_folder(step_folder(self._run_folder, step))
-        except OSError as error:
-            self.close()
-            raise io_error(self._run_folder, error) from error
-
     def __enter__(self) -> RunFolder:
         return self
 
@@ -165,22 +133,20 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock of the run."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._place.release()
 
     def clear(self) -> None:
         """Remove all steps, the last one first: a kill leaves a run that stopped at an earlier step."""
         for step in reversed(self.steps()) if self._is_first else ():
-            self._remove_step(step)
+            self._place.remove_step(step)
 
     def steps(self) -> list[int]:
         """Return the steps with complete checkpoints, ascending."""
-        return saved_steps(self._run_folder)
+        return self._place.steps()
 
     def open(self, step: int) -> ItemReader:
         """Open the checkpoint of a step; PrepError if it is damaged or missing."""
-        return open_reader(step_folder(self._run_folder, step))
+        return self._place.open_step(step)
 
     def start_save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> PendingSave:
         """Copy the leaves to host memory, and save them in the background.
@@ -239,54 +205,37 @@ class RunFolder:
     def _save(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> None:
         if reserved := PREP_KEYS & {*manifest_fields}:
             raise ValueError(f"manifest_fields has reserved keys: {', '.join(sorted(reserved))}")
-        out = step_folder(self._run_folder, step)
         with joint_work(self._group, f"save-{step}-begun"):
-            self._check_new_step(out)
-            writer = StepWriter(self._plan(step, leaves, manifest_fields), out, leaves)
-        try:
-            if self._group.count > 1:
-                writer.write_together(self._group, f"save-{step}")
-            else:
-                writer.write()
-        except BaseException:
-            if self._is_first:
-                shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
-            raise
-        self._hf_folder = out / STATE_ITEM / HF_FOLDER
+            self._check_new_step(step)
+            save = StepSave(step, self._plan(step, leaves, manifest_fields), leaves, self._group)
+        self._place.write_step(save)
+        self._hf_folder = self._place.model_files_folder(step) or self._hf_folder
         with joint_work(self._group, f"save-{step}-ended"):
             self._remove_old_steps()
 
-    def _check_new_step(self, out: Path) -> None:
-        if self._is_first and os.path.lexists(out):
-            raise PrepError(
-                f"{out} exists", "a saved step is not overwritten", "remove the folder, or save another step"
-            )
+    def _check_new_step(self, step: int) -> None:
+        if self._is_first and self._place.has_step(step):
+            why, hint = "a saved step is not overwritten", "remove it, or save another step"
+            raise PrepError(f"{self._place.step_name(step)} exists", why, hint)
 
     def _remove_old_steps(self) -> None:
         if isinstance(self._keep, str) or not self._is_first:
             return
         for step in self.steps()[: -self._keep]:
-            self._remove_step(step)
-
-    def _remove_step(self, step: int) -> None:
-        folder = step_folder(self._run_folder, step)
-        removed_folder = folder.with_name(f"{folder.name}.removed.partial")
-        try:
-            folder.rename(removed_folder)
-            fsync_path(self._run_folder)
-            shutil.rmtree(removed_folder)
-        except OSError as error:
-            raise io_error(folder, error) from error
+            self._place.remove_step(step)
 
     def _plan(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> Plan:
         """Return the plan of a save; the part that does not depend on the step is made once."""
         stored = {name: LeafSpec(tuple(leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
         if self._layout is None or self._layout[0] != stored:
-            slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
-            self._layout = (
+            plan = plan_training_step(
                 stored,
-                plan_training_step(stored, self._start_manifest, request=self._request, slab_nbytes=slab_nbytes),
+                self._start_manifest,
+                request=self._request,
+                slab_nbytes=make_budget(MEMORY_NBYTES).slab_nbytes,
+                min_split_nbytes=self._place.min_split_nbytes(self._group),
             )
+            self._layout = stored, plan
         plan = self._layout[1]
         small = settings_files(
             plan.settings["config"], (), extra_files=self._extra_files(), path_prefix=f"{HF_FOLDER}/"

@@ -33,8 +33,6 @@ from prepcli.sources.symlinks import resolve_small_file
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
 COMMIT_MARKER = "commit_success.txt"  # of Orbax
-PART_NBYTES = 8 << 20  # two parts are in memory during an upload
-MAX_PARTS = 9_000  # object stores accept 10,000
 RETRIES = 10
 
 
@@ -183,9 +181,7 @@ def _upload_folder(
     )
 
     def write(name: str) -> RemoteFile:
-        return bucket.write(
-            name, names[name], part_nbytes=PART_NBYTES, max_parts=MAX_PARTS, on_written=progress.advance
-        )
+        return bucket.write(name, names[name], on_written=progress.advance)
 
     for file in remote_files:
         if file.path in (COMMIT_MARKER, MANIFEST_FILE):

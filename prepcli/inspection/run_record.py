@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
-from prepcli.formats.run_steps import saved_steps, step_folder
+from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
 from trainer.recipe.formatting import to_toml
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
-RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
 
 Point = tuple[float, float]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,8 +22,16 @@ import numpy as np
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RESUME_HINT, PrepError, usage_error
-from prepcli.remote.remote_files import RemoteFile, RetryableError, file_changed_error
-from prepcli.remote.retries import DEFAULT_RETRY_POLICY, MAX_TRIES, WRITE_TIMEOUT_FACTOR, RetryPolicy, call_with_timeout
+from prepcli.remote.client_settings import client_settings
+from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile, RetryableError, file_changed_error
+from prepcli.remote.retries import (
+    DEFAULT_RETRY_POLICY,
+    MAX_TRIES,
+    WRITE_TIMEOUT_FACTOR,
+    RetryPolicy,
+    call_with_timeout,
+    map_in_daemon_threads,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
 
 MAX_OBJECTS = 200_000  # of one checkpoint
 MAX_ERROR_CHARS = 300
+PART_NBYTES = 8 << 20  # of a multipart upload; two parts are in memory
+MAX_PARTS = 9_000  # object stores accept 10,000; larger objects have larger parts
+WRITE_NBYTES = PART_NBYTES // 4  # that obstore gets at once
 MAX_WRITE_TIMEOUTS = 6  # time limit of a write with obstore's own retries, in time-outs
 
 T = TypeVar("T")
@@ -124,6 +135,23 @@ class Bucket:
             files = self._retry(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
 
+    def find_file(self, path: str) -> RemoteFile | None:
+        """Return an object below the URL; None if it does not exist.
+
+        Raises:
+            PrepError: The store does not answer, or access is denied.
+        """
+        from obstore import exceptions
+
+        limit_s, key = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s, self.url.key(path)
+        store = self.store
+        with self.translate_errors("read"):
+            try:
+                metadata = self._retry(lambda: call_with_timeout(lambda: store.head(key), limit_s))
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+        return _remote_file(path, metadata)
+
     def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects, with a time limit for each page."""
         files, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
@@ -188,16 +216,12 @@ class Bucket:
             raise RetryableError("the server sends another range than the requested one")
         return _receive(result.stream(min_chunk_size=64 << 10), into)
 
-    def write(
-        self, path: str, file: Path, *, part_nbytes: int, max_parts: int, on_written: Callable[[int], object]
-    ) -> RemoteFile:
+    def write(self, path: str, file: Path, *, on_written: Callable[[int], object] = lambda nbytes: None) -> RemoteFile:
         """Upload a file; the object appears under its name only when it is complete.
 
         Args:
             path: Path of the object below the URL.
             file: Local file.
-            part_nbytes: Bytes per part of a multipart upload, at least.
-            max_parts: Upper limit of parts; larger files have larger parts.
             on_written: Called with the bytes of each write.
 
         Returns:
@@ -206,27 +230,54 @@ class Bucket:
         Raises:
             PrepError: The upload failed, or the object has another size.
         """
-        size = file.stat().st_size
-        part = max(part_nbytes, -(-size // max_parts))
+        with self.translate_errors("write"), file.open("rb") as stream:
+            pieces = iter(partial(stream.read, WRITE_NBYTES), b"")
+            return self.write_pieces(path, pieces, size=file.stat().st_size, on_written=on_written)
+
+    def write_pieces(
+        self,
+        path: str,
+        pieces: Iterable[bytes | memoryview],
+        *,
+        size: int,
+        on_written: Callable[[int], object] = lambda nbytes: None,
+    ) -> RemoteFile:
+        """Upload the concatenation of pieces; see `write`.
+
+        Args:
+            path: Path of the object below the URL.
+            pieces: The bytes, in order; the memory of a piece must not change later.
+            size: Number of bytes.
+            on_written: Called with the bytes of each write.
+        """
         import obstore
 
-        with self.translate_errors("write"), file.open("rb") as stream:
+        part_nbytes = max(PART_NBYTES, -(-size // MAX_PARTS))
+        with self.translate_errors("write"):
             # Not the writer's `with`: it would complete the object after an error.
-            writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part, max_concurrency=2)
-            while data := stream.read(part_nbytes // 4):
+            writer = obstore.open_writer(self.store, self.url.key(path), buffer_size=part_nbytes, max_concurrency=2)
+        for data in _join_pieces(pieces):
+            with self.translate_errors("write"):
                 self._call_with_timeout(partial(writer.write, data))
-                on_written(len(data))
+            on_written(len(data))
+        with self.translate_errors("write"):
             self._call_with_timeout(writer.close)
             written = _remote_file(path, self._call_with_timeout(lambda: self.store.head(self.url.key(path))))
         if written.size != size:
-            why = f"the object has {written.size:,} bytes, the file {size:,}"
+            why = f"the object has {written.size:,} bytes, not {size:,}"
             raise PrepError(f"the upload of {path} to {self.name} is incomplete", why, RESUME_HINT)
         return written
 
     def delete(self, path: str) -> None:
-        """Delete an object."""
-        with self.translate_errors("write"):
+        """Delete an object, unless it is gone already."""
+        from obstore import exceptions
+
+        with self.translate_errors("write"), suppress(FileNotFoundError, exceptions.NotFoundError):
             self._call_with_timeout(lambda: self.store.delete(self.url.key(path)))
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Delete objects, several at a time."""
+        map_in_daemon_threads(self.delete, paths, num_threads=2 * MAX_IN_FLIGHT)
 
     def _call_with_timeout(self, call: Callable[[], T]) -> T:
         """Call a function that obstore retries by itself; note when it takes longer than one time-out.
@@ -260,6 +311,22 @@ class Bucket:
             raise self.request_error(verb, error) from error
 
 
+def _join_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """Join short pieces and split long ones, so that each takes a fraction of a time-out to send."""
+    pending, pending_nbytes = list[memoryview](), 0
+    for piece in pieces:
+        data = memoryview(piece)
+        for start in range(0, len(data), WRITE_NBYTES):
+            part = data[start : start + WRITE_NBYTES]
+            pending.append(part)
+            pending_nbytes += len(part)
+            if pending_nbytes >= WRITE_NBYTES:
+                yield b"".join(pending)
+                pending, pending_nbytes = [], 0
+    if pending:
+        yield b"".join(pending)
+
+
 def _remote_file(path: str, metadata: ObjectMeta) -> RemoteFile:
     version = metadata["e_tag"] or metadata["version"] or str(metadata["last_modified"])
     return RemoteFile(path, metadata["size"], f"etag:{version}")
@@ -287,24 +354,13 @@ def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore
     }
     if not retries:  # for an upload, the limit would include the time to send the body
         limits["read_timeout"] = timedelta(seconds=timeout_s)
-    client = limits | _client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
+    client = limits | client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
     config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s)}
     if url.scheme == "s3":
         # obstore reads AWS_ENDPOINT_URL and the other AWS_* variables itself
         return S3Store(url.bucket, client_options=cast(Any, client), retry_config=config)
     is_plain_http = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
     return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": is_plain_http} | client), retry_config=config)
-
-
-def _client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the connection variables, such as AWS_ALLOW_HTTP: obstore ignores them when it gets options."""
-    texts = {name: environ.get(prefix + name.upper(), "") for name in (*_CLIENT_FLAGS, *_CLIENT_TEXTS)}
-    flags = {name: texts[name].lower() in ("1", "true", "yes", "on") for name in _CLIENT_FLAGS if texts[name]}
-    return flags | {name: texts[name] for name in _CLIENT_TEXTS if texts[name]}
-
-
-_CLIENT_FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only", "randomize_addresses")
-_CLIENT_TEXTS = ("connect_timeout", "timeout", "read_timeout", "proxy_url", "proxy_ca_certificate", "proxy_excludes")
 
 
 def _status(error: BaseException) -> int:

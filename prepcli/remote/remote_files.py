@@ -11,10 +11,12 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+from prepcli.engine.blobs import Blob
 from prepcli.engine.files import ByteArray, allocate_buffer
 from prepcli.errors import GET_AGAIN_HINT, RERUN_HINT, RESUME_HINT, DamagedError, PrepError
 from prepcli.remote.retries import MIN_PROGRESS_NBYTES, RetryPolicy, map_in_daemon_threads
@@ -197,8 +199,14 @@ class ReadAheadCache:
         """Pickle the reader without the cached bytes."""
         return ReadAheadCache, (self._reader,)
 
-    def read(self, file: RemoteFile, offset: int, into: ByteArray) -> None:
+    def read(self, file: RemoteFile, offset: int, into: ByteArray, *, reads_ahead: bool = True) -> None:
         """Fill `into` with the bytes from `offset` on.
+
+        Args:
+            file: The file to read.
+            offset: First byte.
+            into: Destination.
+            reads_ahead: Whether a small read requests and keeps bytes after it. Otherwise only these bytes are sent.
 
         Raises:
             PrepError: As for `read_range`; or the range ends beyond the file.
@@ -206,7 +214,7 @@ class ReadAheadCache:
         if offset + into.size > file.size:
             why = f"it has {file.size:,} bytes, the read ends at byte {offset + into.size:,}"
             raise DamagedError(f"{file.path} of {self._reader.name} is cut short", why, GET_AGAIN_HINT)
-        if into.size >= DIRECT_READ_NBYTES:
+        if into.size >= DIRECT_READ_NBYTES or not reads_ahead:
             read_range_in_parallel(self._reader, file, offset=offset, into=into)
             return
         with self._lock:
@@ -240,10 +248,17 @@ class ReadAheadCache:
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlob:
-    """A remote file as a blob that tensors are read from."""
+    """A remote file as a blob that tensors are read from.
+
+    Attributes:
+        file: The file.
+        cache: Reads it.
+        reads_ahead: Whether small reads may request bytes after them.
+    """
 
     file: RemoteFile
     cache: ReadAheadCache
+    reads_ahead: bool = True
 
     @property
     def name(self) -> str:
@@ -255,6 +270,11 @@ class RemoteBlob:
         return RemoteBlobReader(self)
 
 
+def without_read_ahead(blobs: Iterable[Path | Blob]) -> list[Path | Blob]:
+    """Return blobs whose remote files send no more than the requested bytes: the others may be another process's."""
+    return [replace(blob, reads_ahead=False) if isinstance(blob, RemoteBlob) else blob for blob in blobs]
+
+
 class RemoteBlobReader:
     """Reader of a remote file. The HTTP session owns the connections, so `close` has no effect."""
 
@@ -263,7 +283,7 @@ class RemoteBlobReader:
 
     def read_at(self, offset: int, into: ByteArray) -> None:
         """Fill `into` with the bytes from `offset` on."""
-        self._blob.cache.read(self._blob.file, offset, into)
+        self._blob.cache.read(self._blob.file, offset, into, reads_ahead=self._blob.reads_ahead)
 
     def close(self) -> None:
         """Do nothing."""

@@ -1,7 +1,4 @@
-"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once.
-
-One thread decodes a compressed chunk, from its first byte to the last needed one.
-"""
+"""`ItemReader`: reads leaves of an Orbax item into arrays, in parallel, each touched chunk once."""
 
 from __future__ import annotations
 
@@ -18,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
 from prepcli.engine.chunk_cache import ChunkCache
-from prepcli.engine.files import PAGE, ByteArray, Files
+from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
@@ -51,13 +49,16 @@ class DamagedLeafError(DamagedError):
     """Bytes of a leaf that differ from their recorded checksum."""
 
 
-def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> ItemReader:
+def open_reader(
+    path: Path, verify: bool = True, hint: str = RECREATE_HINT, *, remote_blobs: Sequence[Path | Blob] = ()
+) -> ItemReader:
     """Open an Orbax item, a training step, or the last step of a run.
 
     Args:
         path: Folder of the checkpoint.
         verify: Check every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
+        remote_blobs: The data files of a remote checkpoint, of which the folder has placeholders.
 
     Raises:
         PrepError: There is no checkpoint, it is broken, or prep did not write it.
@@ -70,7 +71,7 @@ def open_reader(path: Path, verify: bool = True, hint: str = RECREATE_HINT) -> I
     if manifest is None:
         raise PrepError(f"{path} was not written by prep", "it has no manifest that describes the model")
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
-    return ItemReader(item, manifest, checksums, hint)
+    return ItemReader(item, manifest, checksums, hint, remote_blobs=remote_blobs)
 
 
 class ItemReader:
@@ -80,10 +81,9 @@ class ItemReader:
         manifest: Manifest of the checkpoint.
         folder: Folder of the item.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
+        is_remote: Whether the data files are on a server.
         read_nbytes: Bytes read so far.
     """
-
-    is_remote = False
 
     def __init__(
         self,
@@ -91,6 +91,8 @@ class ItemReader:
         manifest: Mapping[str, Any],
         checksums: BlockChecksums | None = None,
         hint: str = RECREATE_HINT,
+        *,
+        remote_blobs: Sequence[Path | Blob] = (),
     ) -> None:
         """Open the data files of an item.
 
@@ -99,6 +101,7 @@ class ItemReader:
             manifest: Manifest of the checkpoint.
             checksums: Recorded checksums, checked for every byte read.
             hint: Advice in the error for a damaged checkpoint.
+            remote_blobs: Data files to read in place of the item's; their chunks are not compressed.
         """
         self.manifest, self.folder, self.read_nbytes = manifest, item.folder, 0
         self._checksums, self._hint = checksums, hint
@@ -109,7 +112,8 @@ class ItemReader:
         }
         self._num_threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
         self._buffers = BufferPool(Budget(self._num_threads * PIECE_NBYTES, PIECE_NBYTES, self._num_threads))
-        self._files = Files(item.files if len(item.files) <= MAX_OPEN_FILES else ())
+        self.is_remote = bool(remote_blobs)
+        self._files = open_blobs(remote_blobs or (item.files if len(item.files) <= MAX_OPEN_FILES else ()))
         self._count_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, self._files.close)
 
@@ -191,7 +195,7 @@ class ItemReader:
         raise DamagedLeafError(f"{piece.name} of {self.folder} is damaged", why, self._hint)
 
     def _decode_chunk(self, chunk: _ChunkJob, scratch: ByteArray) -> None:
-        """Decode a chunk up to the end of its last piece, and copy its pieces."""
+        """Decode a chunk in one thread, up to the end of its last piece, and copy its pieces."""
         cache = ChunkCache(DECODE_MEMORY_NBYTES)
         try:
             with contextlib.closing(open_chunk(chunk.blob, chunk.index, cache)) as reader:

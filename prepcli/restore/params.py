@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage_error
+from prepcli.remote.placeholders import rename_in_errors
+from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
@@ -47,8 +49,9 @@ def open_model(
 ) -> Iterator[OpenedModel]:
     """Open a checkpoint for reading its parameters onto a mesh, and close it at the end of the `with` block.
 
-    A checkpoint in prep's default layout is read as it is. Any other source is converted while it is read: layers
-    stacked on the first axis, the vocabulary padded to the size that the mesh divides.
+    A checkpoint in prep's default layout is read as it is, also from a bucket if it has checksums of its chunks. Any
+    other source is converted while it is read: layers stacked on the first axis, the vocabulary padded to the size that
+    the mesh divides.
 
     Args:
         source: The checkpoint.
@@ -62,7 +65,12 @@ def open_model(
     """
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
-    with _open_reader(source, path, mesh, verify, on_unchecked) as reader:
+    if "lora" in source.tree_manifest:
+        hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
+        raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
+    is_remote = bool(source.remote_blobs)
+    errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
+    with errors, _open_reader(source, path, mesh, verify, on_unchecked) as reader:
         model, sharding = model_from_manifest(reader.manifest), make_sharding(mesh, reader.manifest)
         check_mesh_divides(model, sharding)
         yield OpenedModel(reader, model, sharding)
@@ -73,10 +81,12 @@ def _open_reader(
 ) -> ItemReader | WeightsReader:
     manifest = source.tree_manifest
     if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
-        reader = open_reader(path, verify)
-        if verify and not reader.is_checked:
-            on_unchecked()
-        return reader
+        reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
+        if reader.is_checked or not (verify and reader.is_remote):
+            if verify and not reader.is_checked:
+                on_unchecked()
+            return reader
+        reader.close()
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)
 

@@ -29,8 +29,8 @@ from prepcli.restore.digest_checks import RECREATE_HINT, damaged_error
 from prepcli.sources.source import Source, SourceTensor
 from trainer.models.axis_map import AxisMap
 
-PIECE_NBYTES = 4 << 20  # upper limit of a window, and of one read
-BUFFER_NBYTES = 2 * (PIECE_NBYTES + PAGE)  # of a thread: bytes as they are stored, and in the tensor's order
+PIECE_NBYTES = 4 << 20  # upper limit of a window, and of one read; half for a tensor with duplicates
+BUFFER_NBYTES = 2 * (PIECE_NBYTES + 2 * PAGE)  # of a thread: bytes as they are stored, and in the tensor's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,43 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """A window of a tensor to read; None: the whole tensor, which is compared with its digests."""
+    """A read of a tensor.
+
+    Attributes:
+        tensor: The tensor.
+        targets: Its arrays to fill.
+        window: The box to read; None: the whole tensor, which is compared with its digests.
+        duplicates: Tensors whose bytes in the window must be the same.
+    """
 
     tensor: SourceTensor
     targets: Sequence[Target]
     window: Box | None = None
+    duplicates: Sequence[SourceTensor] = ()
+
+
+class UnequalDuplicateError(Exception):
+    """A window of a tensor that differs from the same window of a duplicate."""
+
+    def __init__(self, duplicate: SourceTensor) -> None:
+        super().__init__(duplicate.name)
+        self.duplicate = duplicate
 
 
 def tensor_jobs(
-    tensor: SourceTensor, targets: Sequence[Target], *, is_checked: bool, max_gap_nbytes: int
+    tensor: SourceTensor,
+    targets: Sequence[Target],
+    *,
+    duplicates: Sequence[SourceTensor] = (),
+    is_checked: bool,
+    max_gap_nbytes: int,
 ) -> Iterator[TensorJob]:
     """Yield the jobs that copy a tensor's elements to the targets.
 
     Args:
         tensor: The tensor.
         targets: The arrays.
+        duplicates: Tensors to compare with the windows.
         is_checked: Read the whole tensor and compare it with its digests, if it has any.
         max_gap_nbytes: Shorter gaps between the runs of a window are read.
     """
@@ -82,16 +104,17 @@ def tensor_jobs(
         return
     item_nbytes = itemsize(tensor.dtype)
     axis_strides = file_strides(tensor.placement, tensor.shape, item_nbytes)
+    piece_nbytes = PIECE_NBYTES // 2 if duplicates else PIECE_NBYTES
     boxes = [tensor_box(target.axis_map, target.part.atom_ranges) for target in targets]
     for window in merge_windows(boxes, axis_strides, max_gap_nbytes):
-        for piece in split_window(window, axis_strides, PIECE_NBYTES // item_nbytes):
-            yield TensorJob(tensor, targets, piece)
+        for piece in split_window(window, axis_strides, piece_nbytes // item_nbytes):
+            yield TensorJob(tensor, targets, piece, duplicates)
 
 
 def read_window(
     job: TensorJob, window: Box, files: Files | FilesAndBlobs, buffer: ByteArray, *, max_gap_nbytes: int
 ) -> int:
-    """Read a window of at most PIECE_NBYTES and copy it to the targets.
+    """Read a window of at most PIECE_NBYTES, compare it with its duplicates, and copy it to the targets.
 
     Args:
         job: The job.
@@ -102,13 +125,31 @@ def read_window(
 
     Returns:
         The number of bytes read.
+
+    Raises:
+        UnequalDuplicateError: A duplicate differs. The arrays must not be used then.
     """
-    tensor, read_nbytes = job.tensor, 0
-    item_nbytes = itemsize(tensor.dtype)
+    buffer, other_buffer = _split_buffer(buffer) if job.duplicates else (buffer, buffer)
+    data, read_nbytes = _read_box(job.tensor, window, files, buffer=buffer, max_gap_nbytes=max_gap_nbytes)
+    for duplicate in job.duplicates:
+        other, nbytes = _read_box(duplicate, window, files, buffer=other_buffer, max_gap_nbytes=max_gap_nbytes)
+        read_nbytes += nbytes
+        if not np.array_equal(data, other):
+            raise UnequalDuplicateError(duplicate)
+    for target in job.targets:
+        target.fill(window, data.view(numpy_dtype(job.tensor.dtype)))
+    return read_nbytes
+
+
+def _read_box(
+    tensor: SourceTensor, window: Box, files: Files | FilesAndBlobs, *, buffer: ByteArray, max_gap_nbytes: int
+) -> tuple[ByteArray, int]:
+    """Return the bytes of a window of a tensor in C order, within `buffer`, and the number of bytes read for it."""
+    read_nbytes, item_nbytes = 0, itemsize(tensor.dtype)
     read_buffer, ordered = _split_buffer(buffer)
     data = ordered[: volume(window) * item_nbytes]
     for copy in window_copies(tensor.placement, tensor.shape, item_nbytes=item_nbytes, window=window):
-        for span in split_into_spans(copy, max_nbytes=PIECE_NBYTES, max_gap_nbytes=max_gap_nbytes):
+        for span in split_into_spans(copy, max_nbytes=read_buffer.size - PAGE, max_gap_nbytes=max_gap_nbytes):
             nbytes = span_nbytes(span)
             stored = files.read_run(StridedCopy(0, span.file, span.file_offset, nbytes), read_buffer)
             read_nbytes += nbytes
@@ -116,9 +157,7 @@ def read_window(
                 data = stored
             else:
                 _copy_span(span, stored, data)
-    for target in job.targets:
-        target.fill(window, data.view(numpy_dtype(tensor.dtype)))
-    return read_nbytes
+    return data, read_nbytes
 
 
 def read_checked(job: TensorJob, source: Source, files: Files | FilesAndBlobs, buffer: ByteArray) -> int:
@@ -168,7 +207,8 @@ def _digested_rows(tensor: SourceTensor) -> Iterator[tuple[Range, str]]:
 
 
 def _split_buffer(buffer: ByteArray) -> tuple[ByteArray, ByteArray]:
-    half = PIECE_NBYTES + PAGE
+    """Split a buffer into page-aligned halves."""
+    half = buffer.size // 2 // PAGE * PAGE
     return buffer[:half], buffer[half : 2 * half]
 
 

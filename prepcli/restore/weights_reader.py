@@ -13,25 +13,34 @@ import numpy as np
 
 from prepcli.engine.blobs import CachedBlob, open_blobs
 from prepcli.engine.budget import Budget, BufferPool
-from prepcli.engine.compare import compare_streams
 from prepcli.engine.files import ByteArray
-from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse, not_equal_error
+from prepcli.errors import PrepError
+from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, VOCAB_ATOM, TensorUse
 from prepcli.planning.boxes import Box
-from prepcli.planning.plan import EqualityCheck, Stream
+from prepcli.planning.plan import EqualityCheck
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.strided_copies import leaf_box_parts
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
-from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, RemoteBlob
+from prepcli.remote.remote_files import MIN_READ_AHEAD_NBYTES, without_read_ahead
+from prepcli.restore.duplicates import check_equal, find_duplicates
 from prepcli.restore.item_reader import MIN_RUN_NBYTES
 from prepcli.restore.job_queue import run_jobs
-from prepcli.restore.tensor_jobs import BUFFER_NBYTES, Target, TensorJob, read_checked, read_window, tensor_jobs
+from prepcli.restore.tensor_jobs import (
+    BUFFER_NBYTES,
+    Target,
+    TensorJob,
+    UnequalDuplicateError,
+    read_checked,
+    read_window,
+    tensor_jobs,
+)
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from trainer.models import checkpoint_store
 from trainer.models.axis_map import AxisMap, Factor, bind_row
 
 BoxArrays = Mapping[Box, np.ndarray]
 MAX_THREADS = 4  # each has a buffer of 8 MiB
-REMOTE_GAP_NBYTES = MIN_READ_AHEAD_NBYTES  # a shorter request is not faster
+SHARED_GAP_NBYTES = MIN_READ_AHEAD_NBYTES  # in a remote tensor of several leaves; a shorter request is not faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class WeightsReader:
             verify: Check each tensor against the digests in the source's manifest.
 
         Raises:
-            PrepError: Tensors are missing or of another shape, or a head that should equal the embedding differs.
+            PrepError: Tensors are missing or of another shape.
         """
         vocabulary = source.vocabulary()
         padded_vocab_size = -(-vocabulary.stored_size // vocab_multiple) * vocab_multiple
@@ -71,8 +80,7 @@ class WeightsReader:
         rows = source_rows(source)
         accounting = match_source_tensors(source, rows, DEFAULT_MATCH_OPTIONS)
         tensors = {tensor.name: tensor for tensor in source.tensors}
-        for check in accounting.checks:
-            _check_equal(source, check, tensors)
+        self._duplicates = find_duplicates(source, accounting.checks, verify=verify)
         config = with_vocabulary(source.config, self.vocabulary)
         self.manifest: Mapping[str, Any] = {
             "config": config, "tied": accounting.is_tied, "scan": True, "scan_axis": 0,
@@ -90,12 +98,13 @@ class WeightsReader:
             )
             for name, leaf in self._leaves.items()
         }
-        self.is_remote = any(isinstance(blob, RemoteBlob) for blob in source.blobs)
+        self.is_remote = bool(source.remote_blobs)
         self._source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
-        self._files = open_blobs(source.byte_sources)
+        self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
-        self._max_gap_nbytes = REMOTE_GAP_NBYTES if self.is_remote else MIN_RUN_NBYTES
+        self._max_gap_nbytes = 1 if self.is_remote else MIN_RUN_NBYTES  # a remote gap belongs to another process
+        self._shared_tensors = {name for name, uses in accounting.uses.items() if len(uses) > 1}
         self._buffers = BufferPool(Budget(self._num_threads * BUFFER_NBYTES, BUFFER_NBYTES, self._num_threads))
 
     def __enter__(self) -> WeightsReader:
@@ -117,7 +126,8 @@ class WeightsReader:
             parts: Arrays to fill, by their boxes of the leaf.
 
         Raises:
-            PrepError: A file is broken, or a tensor is damaged; the arrays must not be used then.
+            PrepError: A file is broken, a tensor is damaged, or a head that should equal the embedding differs from it;
+                the arrays must not be used then.
         """
         leaf = self._leaves[name]
         for array in parts.values():
@@ -127,24 +137,41 @@ class WeightsReader:
             raise errors[0]
 
     def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorJob]:
-        """Yield the reads of all tensors that have elements in the boxes."""
+        """Yield the reads of all tensors with elements in the boxes."""
         targets: dict[str, list[Target]] = {}
         for box, array in parts.items():
             for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):
                 targets.setdefault(part.tensor_name, []).append(Target(leaf.axis_map, part, array))
         for name, tensor_targets in targets.items():
             yield from tensor_jobs(
-                leaf.tensors[name], tensor_targets, is_checked=self._verify, max_gap_nbytes=self._max_gap_nbytes
+                leaf.tensors[name],
+                tensor_targets,
+                duplicates=self._duplicates.get(name, ()),
+                is_checked=self._verify,
+                max_gap_nbytes=self._gap_nbytes(name),
             )
+
+    def _gap_nbytes(self, tensor_name: str) -> int:
+        """Return the size from which gaps between the runs of a window are not read."""
+        is_shared = self.is_remote and tensor_name in self._shared_tensors
+        return SHARED_GAP_NBYTES if is_shared else self._max_gap_nbytes
 
     def _run_job(self, job: TensorJob, buffer: ByteArray) -> None:
         """Read a window or a whole tensor, and count its bytes."""
         if job.window is None:
             nbytes = read_checked(job, self._source, self._files, buffer)
         else:
-            nbytes = read_window(job, job.window, self._files, buffer, max_gap_nbytes=self._max_gap_nbytes)
+            nbytes = self._read_window(job, job.window, buffer)
         with self._count_lock:
             self.read_nbytes += nbytes
+
+    def _read_window(self, job: TensorJob, window: Box, buffer: ByteArray) -> int:
+        try:
+            max_gap_nbytes = self._gap_nbytes(job.tensor.name)
+            return read_window(job, window, self._files, buffer, max_gap_nbytes=max_gap_nbytes)
+        except UnequalDuplicateError as error:
+            check_equal(self._source, EqualityCheck(error.duplicate.name, job.tensor.name))
+            raise PrepError(f"{self._source.display_name} changed while it was read") from error
 
 
 def _group_by_leaf(
@@ -191,22 +218,3 @@ def _common_dtype(leaf: _LeafTensors) -> str:
     if len(dtypes) == 1:
         return dtypes.pop()
     return "float64" if "float64" in dtypes else "float32"
-
-
-def _stream(tensor: SourceTensor) -> Stream:
-    """Return a read-only stream of a whole tensor."""
-    rows = (0, tensor.shape[0] if tensor.shape else 1)
-    return Stream(tensor.name, tensor.dtype, tensor.shape, rows, tensor.placement, ())
-
-
-def _check_equal(source: Source, check: EqualityCheck, tensors: Mapping[str, SourceTensor]) -> None:
-    """Raise PrepError unless a tensor equals its supposed duplicate."""
-    pair = [tensors[name] for name in (check.name, check.duplicate_of)]
-    result = compare_streams(
-        source.byte_sources, _stream(pair[0]), blobs_b=source.byte_sources, stream_b=_stream(pair[1])
-    )
-    if result.count:
-        first = f"{list(result.index)}: {result.value_a}, {result.value_b}"
-        difference = f"{result.count:,} values differ, the first at {first}"
-        display_names = {tensor.name: source.names.display_name(tensor.name) for tensor in pair}
-        raise not_equal_error(source.family, check, display_names=display_names, difference=difference)

@@ -10,6 +10,7 @@ from prepcli.errors import PrepError, usage_error
 from prepcli.formats.ocdbt import OCDBT_MANIFEST, ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.orbax import find_item
+from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.placeholders import (
     SMALL_NBYTES,
@@ -62,7 +63,7 @@ class BucketFolder:
             PrepError: The store is unreachable or has nothing there.
         """
         self.display_name, self._bucket = display_name, bucket
-        self._files = {file.path: file for file in bucket.list_files()}
+        self._files = {file.path: file for file in _without_older_steps(bucket.list_files())}
         self._contents: dict[str, bytes] = {}  # of the small files that were read, by name
         if not self._files:
             raise PrepError(f"{bucket.name} holds no checkpoint", "no object has this prefix", "check the spelling")
@@ -130,6 +131,15 @@ class BucketFolder:
             write_small_file(remote.placeholder_folder, file, content)
 
         map_in_daemon_threads(fetch, files, num_threads=2 * MAX_IN_FLIGHT)
+
+
+def _without_older_steps(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """Leave out all steps of a training run but the last complete one; a step is complete if it has a manifest."""
+    paths = [file.path for file in files]
+    steps = listed_steps(paths)
+    if not steps and RECIPE_FILE not in paths:
+        return list(files)
+    return [file for file in files if listed_step(file.path) in (None, *steps[-1:])]
 
 
 def _no_index_error(remote: RemoteCheckpoint) -> PrepError:

@@ -152,8 +152,10 @@ def _has_manifest(folder: Path) -> bool:
         return False
 
 
-def _parse_step(run: str, step: int) -> RunStep:
-    """Return the reference to a run's step; raise UsageError if the run does not have it."""
+def _parse_step(run: str, step: int) -> RunStep | BucketUrl:
+    """Return the reference to a run's step; raise UsageError if a local run does not have it."""
+    if is_url(run):
+        return BucketUrl(f"{run.rstrip('/')}/{step}", parse_url(f"{run.rstrip('/')}/{step}"))
     reference = RunStep(Path(run), step)
     steps = saved_steps(reference.path.parent)
     if step in steps:

@@ -18,8 +18,10 @@ from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, rea
 from prepcli.planning.accounting import Accounting, MatchOptions, TensorInfo, TensorNames, match_tensors
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
 from prepcli.planning.state_names import qualify, split_name
+from prepcli.planning.state_rows import is_path_name
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
+from prepcli.remote.remote_files import RemoteBlob
 from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
@@ -91,6 +93,11 @@ class Source:
         return self.blobs or self.files
 
     @property
+    def remote_blobs(self) -> tuple[RemoteBlob, ...]:
+        """The byte sources, if they are files on a server; otherwise empty."""
+        return tuple(blob for blob in self.blobs if isinstance(blob, RemoteBlob))
+
+    @property
     def all_tensors(self) -> tuple[SourceTensor, ...]:
         """Parameters, then the other tensors of a training checkpoint."""
         return *self.tensors, *self.state_tensors
@@ -104,7 +111,8 @@ class Source:
         """Return the name of each tensor in the checkpoint's own files, by its name in `tensors`."""
         names = {t.name: self.names.full_name(t.name) for t in self.tensors}
         for slot, name in (split_name(t.name) for t in self.state_tensors):
-            names[qualify(slot, name)] = qualify(slot, self.names.full_name(name)) if slot else name
+            full_name = name if is_path_name(name) else self.names.full_name(name)
+            names[qualify(slot, name)] = qualify(slot, full_name) if slot else name
         return names
 
     def vocabulary(self, true_size: int | None = None) -> Vocabulary:

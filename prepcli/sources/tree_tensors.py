@@ -21,6 +21,7 @@ from prepcli.planning.state_names import (
     identity_axis_map,
     qualify,
 )
+from prepcli.planning.state_rows import PathLeaf, find_state_leaves, state_axis_map
 from prepcli.planning.strided_copies import Region
 from prepcli.planning.tensors import itemsize
 from prepcli.sources.source import SourceTensor, recorded_digests
@@ -89,8 +90,12 @@ def tensors_from_manifest(
             raise DamagedError(what, "its manifest and its tree differ", GET_AGAIN_HINT)
         _check_leaf_shape(f"{PARAMS}.{path}", leaves[f"{PARAMS}.{path}"], row, "manifest's config", folder)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    slots = find_slots(shapes, {path: row.leaf_shape for path, row, _, _ in leaf_tensors})
-    matched = {f"{slot}.{path}" for slot in (PARAMS, *slots) for path, _, _, _ in leaf_tensors}
+    rows_by_path = {path: row for path, row, _, _ in leaf_tensors}
+    parameters = {path: row.leaf_shape for path, row in rows_by_path.items()}
+    slots = find_slots(shapes, parameters)
+    state_leaves = tuple(find_state_leaves(shapes, parameters, slots))
+    matched = {f"{slot}.{path}" for slot in (PARAMS, *slots) for path in parameters}
+    matched |= {leaf.name for leaf in state_leaves}
 
     def slot_tensors(slot: str) -> Iterator[SourceTensor]:
         records = manifest["tensors"] if slot == PARAMS else manifest.get("slots", {}).get(slot, {})
@@ -98,10 +103,34 @@ def tensors_from_manifest(
         tensors = iter_tensors(leaves, in_slot, records, names)
         return (replace(tensor, name=qualify(slot, tensor.name)) for tensor in tensors)
 
+    in_slots = (tensor for slot in slots for tensor in slot_tensors(slot))
+    by_path = (
+        tensor
+        for leaf in state_leaves
+        for tensor in _state_leaf_tensors(leaf, leaves[leaf.name], rows_by_path[leaf.path], manifest.get("slots", {}))
+    )
     unmatched = (
         _leaf_as_tensor(name, leaf, manifest.get("others", {})) for name, leaf in leaves.items() if name not in matched
     )
-    return tuple(slot_tensors(PARAMS)), (*(tensor for slot in slots for tensor in slot_tensors(slot)), *unmatched)
+    return tuple(slot_tensors(PARAMS)), (*in_slots, *by_path, *unmatched)
+
+
+def _state_leaf_tensors(
+    state_leaf: PathLeaf, leaf: StoredLeaf, row: AxisMap, records: Mapping[str, Mapping[str, Any]]
+) -> Iterator[SourceTensor]:
+    """Yield the tensors of a leaf of an incomplete slot: one per layer.
+
+    Args:
+        state_leaf: Slot and parameter of the leaf.
+        leaf: The stored leaf.
+        row: The axis map of the parameter.
+        records: The manifest's records of tensors, by slot and name.
+    """
+    axis_map, slot = state_axis_map(state_leaf.path, row, leaf.shape), state_leaf.slot
+    for name, indices in axis_map.tensors():
+        region = leaf.region(state_leaf.name, axis_map, tuple(indices.items()))
+        digests = recorded_digests(records.get(slot, {}), name)
+        yield SourceTensor(qualify(slot, name), leaf.dtype, axis_map.source_shape, (region,), digests)
 
 
 def iter_tensors(

@@ -13,13 +13,15 @@ from prepcli.planning.chunk_placement import ChunkLayout, LeafPiece, place_chunk
 from prepcli.planning.grids import ChunkGrid
 from prepcli.planning.plan import Contiguous, OutputFile, OutputLeaf, Stream
 from prepcli.planning.state_names import PARAMS, identity_axis_map, split_name
+from prepcli.planning.state_rows import index_state_tensors, is_path_name, shape_in_leaf, state_axis_map
 from prepcli.planning.strided_copies import Region
 from prepcli.planning.tensors import FLOAT_DTYPES, ITEM_BITS, itemsize
 from prepcli.sources.source import Source, SourceTensor
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, output_rows
 from trainer.models.axis_map import AxisMap, Row, bind_row
-from trainer.models.chunk_shapes import chunk_shape
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES, chunk_shape
 from trainer.models.host_reads import read_amplification, reads_per_host
+from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.mesh import Mesh
 from trainer.models.partition import Spec, leaf_spec
 from trainer.models.rules import Rules
@@ -69,10 +71,17 @@ class OrbaxItemLayout:
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """Mesh whose shards are the chunks (None: chunks of bounded size), and the partition rules."""
+    """Partitioning of the leaves of an item.
+
+    Attributes:
+        mesh: Mesh whose shards are the chunks; None: chunks of bounded size.
+        rules: Partition rules.
+        min_split_nbytes: Size per layer below which a leaf is one chunk per layer, on every mesh.
+    """
 
     mesh: Mesh | None
     rules: Rules
+    min_split_nbytes: int = MIN_SPLIT_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ class _LeafUse:
         axis_map: Where each element of the leaf lies in its tensors.
         stacked_indices: Indices of the tensor in the stacked dims of the leaf.
         path: Path of the parameter of the leaf; None for state that belongs to no parameter.
+        parameter_map: The axis map of the parameter, if the leaf lacks some of its axes.
     """
 
     tensor: SourceTensor
@@ -172,6 +182,7 @@ class _LeafUse:
     axis_map: AxisMap
     stacked_indices: tuple[tuple[str, int], ...] = ()
     path: str | None = None
+    parameter_map: AxisMap | None = None
 
 
 def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row], vocab_size: int) -> Iterator[_LeafUse]:
@@ -179,9 +190,14 @@ def _leaf_uses(source: Source, accounting: Accounting, table: Mapping[str, Row],
     sizes = source.family.sizes(source.config) | {"vocab": vocab_size}
     bound = {path: bind_row(row, sizes) for path, row in table.items()}
     state = [(tensor, *split_name(tensor.name)) for tensor in source.state_tensors]
+    leaf_by_name = index_state_tensors(bound) if any(is_path_name(name) for _, _, name in state) else {}
     for tensor, slot, name in (*((t, PARAMS, t.name) for t in source.tensors), *state):
         if not slot:
             yield _LeafUse(tensor, name, identity_axis_map(name, tensor.shape))
+        elif is_path_name(name):
+            path, row, indices = leaf_by_name[name]
+            axis_map = state_axis_map(path, row, shape_in_leaf(row, tensor.shape))
+            yield _LeafUse(tensor, f"{slot}.{path}", axis_map, indices, path, row)
         for use in accounting.uses.get(name, ()) if slot else ():
             yield _LeafUse(tensor, f"{slot}.{use.path}", bound[use.parameter], use.stacked_indices, use.path)
 
@@ -193,9 +209,14 @@ def _leaf_layout(source: Source, use: _LeafUse, partitioning: Partitioning) -> _
         raise PrepError(f"{source.names.display_name(tensor.name)} is {tensor.dtype}", why)
     dims, shape, spec = [tuple(f.atom for f in dim) for dim in row.leaf_dims], row.leaf_shape, None
     if mesh:
-        rules, checkpoint = partitioning.rules, source.display_name
-        spec = leaf_spec(use.path, dims, shape, mesh=mesh, rules=rules, checkpoint=checkpoint)
-    chunk = tuple(max(1, n) for n in chunk_shape(dims, shape, spec=spec, itemsize=itemsize(tensor.dtype)))
+        rules, checkpoint, parameter = partitioning.rules, source.display_name, use.parameter_map or row
+        parameter_dims = [tuple(f.atom for f in dim) for dim in parameter.leaf_dims]
+        spec = leaf_spec(
+            use.path, parameter_dims, parameter.leaf_shape, mesh=mesh, rules=rules, checkpoint=checkpoint
+        ).without_axes(reduced_axes(shape, parameter.leaf_shape) or ())
+    item_nbytes, min_split_nbytes = itemsize(tensor.dtype), partitioning.min_split_nbytes
+    chunk = chunk_shape(dims, shape, spec=spec, itemsize=item_nbytes, min_split_bytes=min_split_nbytes)
+    chunk = tuple(max(1, n) for n in chunk)
     return _LeafLayout(tensor.dtype, ChunkGrid(shape, chunk), spec)
 
 

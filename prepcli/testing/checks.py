@@ -48,6 +48,8 @@ from trainer.nn import transformer as models
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.step import StepSetup, init_train_state, train_step
 
 LOGITS_ATOL = 2e-5
@@ -55,7 +57,9 @@ GRADIENTS_RTOL = 1e-5  # relative to the norm of each tensor's gradient
 LOSS_RTOL = 1e-5
 LONG_LENGTH = 300  # tokens
 PADDING_ROWS = 3  # additional rows of the padded vocabulary
-ADAMW = AdamW(LRSchedule(1e-2, 1e-2, "constant", 0, 1), 0.9, 0.99, 1e-8, 0.1, False, 1.0)
+ADAMW = Optimizer(
+    AdamW(0.9, 0.99, 1e-8), LRSchedule(1e-2, 1e-2, "constant", 0, 1), WeightDecay(0.1, False), clip_norm=1.0
+)
 
 
 class FailedCheckError(AssertionError):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from trainer.data.example_settings import ExampleSettings
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 
@@ -42,22 +44,36 @@ def write_json(path: Path, documents: Sequence[Any], column: str = "text") -> Pa
 
 
 def make_config(folder: Path, *paths: Path | str, **changes: Any) -> TokenizeConfig:
-    """Return a config for text files with the tokenizer `folder/tokenizer.json`; write it if it is missing."""
+    """Return a config for text files with the tokenizer `folder/tokenizer.json`; write it if it is missing.
+
+    Args:
+        folder: Folder of the tokenizer and the cache.
+        *paths: Paths of the data.
+        **changes: Attributes of the config or of its `ExampleSettings`.
+    """
     tokenizer = folder / "tokenizer.json"
     if not tokenizer.exists():
         make_tokenizer(tokenizer)
-    defaults: dict[str, Any] = {
-        "type": "text",
-        "fields": "text",
-        "seq_length": 8,
-        "tokenizer": tokenizer,
-        "eos_id": EOS,
-        "vocab": 300,
-        "cache": folder / "cache",
-    }
-    return TokenizeConfig(paths=tuple(map(str, paths)), **{**defaults, **changes})
+    config = TokenizeConfig(
+        type="text",
+        paths=tuple(map(str, paths)),
+        examples=ExampleSettings(eos_id=EOS),
+        seq_length=8,
+        tokenizer=tokenizer,
+        vocab=300,
+        cache=folder / "cache",
+    )
+    return change(config, **({"fields": "text"} if changes.get("type") == "json" else {}) | changes)
+
+
+def change(config: TokenizeConfig, **changes: Any) -> TokenizeConfig:
+    """Return a config with other attributes, or with other attributes of its `ExampleSettings`."""
+    names = {field.name for field in fields(ExampleSettings)}
+    settings = {name: value for name, value in changes.items() if name in names}
+    others = {name: value for name, value in changes.items() if name not in names}
+    return replace(config, examples=replace(config.examples, **settings), **others)
 
 
 def tokenize_quietly(config: TokenizeConfig) -> MappedTokens:
     """Tokenize without progress and notes."""
-    return tokenize_files(config, progress=lambda done, total: None, note=lambda text: None)
+    return tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)

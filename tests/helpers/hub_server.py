@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tests.helpers import loopback
-from tests.helpers.range_server import FakeFileStore, FaultInjector, send_range
+from tests.helpers.range_server import FakeFileStore, FaultInjector, SentRange, send_range
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -41,10 +41,11 @@ class FakeRepo:
 
 @dataclass(frozen=True, slots=True)
 class FakeHub:
-    """A running fake hub: its URL and the requests so far (`METHOD /path`, without query)."""
+    """A running fake hub: its URL, the requests so far (`METHOD /path`, without query), and the ranges that it sent."""
 
     url: str
     requests: list[str] = field(default_factory=list)
+    sent: list[SentRange] = field(default_factory=list)
     authorizations: list[tuple[str, str]] = field(default_factory=list)  # request and its Authorization header
 
     def environment(self, home: Path) -> dict[str, str]:
@@ -61,21 +62,24 @@ def hub_environment(url: str, home: Path) -> dict[str, str]:
 def serve_hub(repos: Mapping[str, FakeRepo]) -> Iterator[FakeHub]:
     """Serve a fake hub with these repositories from a thread; requests for other repositories get 404."""
     requests: list[str] = []
+    sent: list[SentRange] = []
     seen_authorizations: list[tuple[str, str]] = []
 
     class Handler(_Handler):
         request_lines = requests
+        sent_ranges = sent
         tokens = seen_authorizations
         served = repos
 
     with loopback.serve(Handler) as url:
-        yield FakeHub(url, requests, seen_authorizations)
+        yield FakeHub(url, requests, sent, seen_authorizations)
 
 
 class _Handler(loopback.Handler):
-    """Handler of `/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
+    """Handler of `/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`, and the same of datasets."""
 
     request_lines: list[str]
+    sent_ranges: list[SentRange]
     tokens: list[tuple[str, str]]
     served: Mapping[str, FakeRepo]
 
@@ -92,8 +96,8 @@ class _Handler(loopback.Handler):
         self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
         parts = path.strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        owner, name, *rest = parts[2:] if is_api else parts
+        is_api = parts[:1] == ["api"] and parts[1:2] in (["models"], ["datasets"])
+        owner, name, *rest = parts[2:] if is_api else parts[1:] if parts[0] == "datasets" else parts
         repo = self.served.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))
         revision = rest[1] if len(rest) > 1 else "main"
         stalled = next((kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), "")
@@ -128,10 +132,13 @@ class _Handler(loopback.Handler):
             self._send(302, b"", {**headers, **linked, "Location": repo.store.signed_url(_sha256(content))})
             return
         if self.command == "GET" and self.headers.get("Range", "").partition("-")[2]:
-            send_range(self, content, repo.faults.next_fault(), headers)
+            span = send_range(self, content, repo.faults.next_fault(), headers)
+            self.sent_ranges.append(SentRange(name, *span))
             return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         self._send(206 if start else 200, content[start:], headers)
+        if self.command == "GET":
+            self.sent_ranges.append(SentRange(name, start, len(content)))
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)

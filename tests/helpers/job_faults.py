@@ -1,4 +1,4 @@
-"""Training in two processes, one of which is killed, stopped or suspended at a given point."""
+"""Training in two processes, one of which is killed, stopped, suspended or set up differently."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import open_reader
-from tests.helpers.processes import start_processes
+from tests.helpers.processes import NO_CHANGE, Change, start_processes
 
 ROOT = Path(__file__).parents[2]
 MAX_S = 300.0
@@ -26,25 +28,30 @@ SETTINGS = {
     "checkpoint.every": "10",
     "cluster.heartbeat_timeout": "10",
 }
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal to one process of a job.
+    """A signal to one process of a job, a difference of it from the others, or another event.
 
     Attributes:
         name: Name of the case.
-        trigger: Regular expression of the output of any process after which the signal is sent.
+        trigger: Regular expression of the output of any process after which the fault begins.
         victim: Index of the process.
-        number: The signal.
-        delay_s: Seconds between the trigger and the signal.
+        number: The signal; None for none.
+        delay_s: Seconds between the trigger and the fault.
+        change: Difference of the process from the other one.
+        action: Called after the trigger with the folder of the run.
     """
 
     name: str
     trigger: str
     victim: int
-    number: signal.Signals
+    number: signal.Signals | None = None
     delay_s: float = 0.0
+    change: Change = NO_CHANGE
+    action: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class Outcome:
 
     Attributes:
         codes: Exit code of each process; None if it was suspended.
-        seconds: Seconds from the fault to the end of the last process that was not its victim.
+        seconds: Seconds from the fault to the end of the last process that received no signal.
         errors: Output of each process on stderr.
     """
 
@@ -65,28 +72,43 @@ class Outcome:
         """Return what a process printed from `error:` on."""
         return "".join(self.errors[index].partition("error:")[1:])
 
+    def warnings(self, index: int) -> list[str]:
+        """Return the warnings of a process."""
+        return [line for line in self.errors[index].splitlines() if line.startswith("warning:")]
 
-def run_job(folder: Path, out: str, fault: Fault | None = None, **settings: str) -> Outcome:
+
+def run_job(
+    folder: Path,
+    out: str,
+    fault: Fault | None = None,
+    *,
+    settings: Mapping[str, str] = NO_SETTINGS,
+    compiled: Path | None = None,
+) -> Outcome:
     """Run `prep train recipe.toml` in two processes with two CPU devices each.
 
     Args:
         folder: Folder of the recipe.
         out: Folder of the run.
         fault: The fault; None without one.
-        **settings: Further recipe keys, `__` for a dot.
+        settings: Further recipe keys.
+        compiled: Folder of compiled steps, which jax reads and writes; None to compile in each job.
     """
-    keys = SETTINGS | {name.replace("__", "."): value for name, value in settings.items()}
-    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    words = [word for key, value in {**SETTINGS, **settings}.items() for word in ("--set", f"{key}={value}")]
     env = {"PYTHONPATH": str(ROOT)}
+    if compiled:
+        env |= {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    changes = {fault.victim: fault.change} if fault else {}
     command = ("train", "recipe.toml", "--out", out, *words)
-    processes = start_processes(*command, count=2, devices=2, cwd=folder, env=env)
+    processes = start_processes(*command, count=2, devices=2, cwd=folder, env=env, changes=changes)
     outputs = [_Output(process) for process in processes]
     try:
-        sent_s = _send(fault, processes, outputs) if fault else time.monotonic()
-        suspended = {fault.victim} if fault and fault.number == signal.SIGSTOP else set[int]()
+        sent_s = _begin(fault, processes, outputs, run=folder / out) if fault else time.monotonic()
+        signalled = {fault.victim} if fault and fault.number else set[int]()
+        suspended = signalled if fault and fault.number == signal.SIGSTOP else set[int]()
         for index in {0, 1} - suspended:
             processes[index].wait(timeout=MAX_S)
-        seconds = max(outputs[index].end_s() for index in {0, 1} - suspended - ({fault.victim} if fault else set()))
+        seconds = max(outputs[index].end_s() for index in {0, 1} - suspended - signalled)
         codes = tuple(None if index in suspended else process.returncode for index, process in enumerate(processes))
     finally:
         for process in processes:
@@ -106,14 +128,17 @@ def state_digest(run: Path) -> tuple[int, str]:
     return step, digest.hexdigest()
 
 
-def _send(fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output]) -> float:
-    """Send the signal of a fault after its trigger; return the time."""
+def _begin(fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output], *, run: Path) -> float:
+    """Send the signal of a fault, or call its action, after its trigger; return the time."""
     deadline_s = time.monotonic() + MAX_S
     while not any(re.search(fault.trigger, output.text()) for output in outputs):
         assert time.monotonic() < deadline_s, f"no process printed {fault.trigger!r}"
         time.sleep(0.01)
     time.sleep(fault.delay_s)
-    processes[fault.victim].send_signal(fault.number)
+    if fault.number:
+        processes[fault.victim].send_signal(fault.number)
+    if fault.action:
+        fault.action(run)
     return time.monotonic()
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.helpers import loopback
-from tests.helpers.range_server import FaultInjector, etag, send_range
+from tests.helpers.range_server import FaultInjector, SentRange, etag, send_range
 
 LAST_MODIFIED = "2024-01-01T00:00:00.000Z"
 PAGE_OBJECTS = 7  # objects that one answer lists
@@ -21,12 +21,13 @@ PAGE_OBJECTS = 7  # objects that one answer lists
 
 @dataclass(slots=True)
 class FakeObjectStore:
-    """A running fake store: its objects by `BUCKET/KEY`, and the requests so far."""
+    """A running fake store: its objects by `BUCKET/KEY`, the requests so far, and the bytes of objects that it sent."""
 
     objects: dict[str, bytes]
     faults: FaultInjector
     url: str = ""
     requests: list[str] = field(default_factory=list)
+    sent: list[SentRange] = field(default_factory=list)
     parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     failing_requests: str = "\0"  # requests whose line contains this get `status`
     status: int = 403
@@ -125,7 +126,8 @@ class _Handler(loopback.Handler):
             if self.command == "HEAD":
                 self._send(200, data, fields)
             else:
-                send_range(self, data, self.fake.faults.next_fault(), fields)
+                span = send_range(self, data, self.fake.faults.next_fault(), fields)
+                self.fake.sent.append(SentRange(key, *span))
 
     def _write(self, key: str, query: dict[str, str], body: bytes) -> None:
         if "uploadId" in query:

@@ -6,9 +6,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from prepcli.launch import local
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference of one process from the others of its job.
+
+    Attributes:
+        words: Further words of its command line.
+        env: Further environment variables.
+        prefix: Command that runs it, such as `prlimit --fsize=100000`.
+    """
+
+    words: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    prefix: tuple[str, ...] = ()
+
+
+NO_CHANGE = Change()
+NO_CHANGES: Mapping[int, Change] = MappingProxyType({})
 
 
 def start_processes(
@@ -19,6 +40,7 @@ def start_processes(
     env: Mapping[str, str] | None = None,
     module: str = "prepcli",
     stdin: Path | None = None,
+    changes: Mapping[int, Change] = NO_CHANGES,
 ) -> list[subprocess.Popen[str]]:
     """Start `python -m MODULE WORDS` in `count` processes with `devices` CPU devices each; process 0 is the first.
 
@@ -30,20 +52,22 @@ def start_processes(
         env: Additional environment variables.
         module: Module that is run with the words in place of prep.
         stdin: File that process 0 reads as stdin; the others have an empty one.
+        changes: Differences of processes, by index.
     """
-    port = local.free_port()
+    port, all_changes = local.free_port(), [changes.get(index, NO_CHANGE) for index in range(count)]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [*change.prefix, sys.executable, "-m", module, *words, *change.words],
             cwd=cwd,
             env=local.process_environment(os.environ, index=index, count=count, port=port, devices=devices)
-            | dict(env or {}),
+            | dict(env or {})
+            | dict(change.env),
             stdin=stdin.open() if stdin and index == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(count)
+        for index, change in enumerate(all_changes)
     ]
 
 

@@ -42,6 +42,15 @@ class FaultInjector:
         return fault
 
 
+@dataclass(frozen=True, slots=True)
+class SentRange:
+    """Bytes of a file that a server has sent: from `start` to `stop`."""
+
+    name: str
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class FakeFileStore:
     """A running file server: its files, and method, path and headers of the requests so far."""
@@ -66,8 +75,10 @@ def etag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
 
 
-def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, headers: Mapping[str, str]) -> None:
-    """Answer a GET with the requested range, changed by the fault."""
+def send_range(
+    handler: BaseHTTPRequestHandler, content: bytes, fault: str, headers: Mapping[str, str]
+) -> tuple[int, int]:
+    """Answer a GET with the requested range, changed by the fault; return the range of bytes that were sent."""
     low, high = parse_range(handler.headers.get("Range", ""), len(content))
     has_range = "Range" in handler.headers
     if fault == "refuse":
@@ -78,6 +89,7 @@ def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, head
         _send(handler, 416, b"", {"Content-Range": f"bytes */{len(content)}"})
     elif fault == "whole" or not has_range:
         _send(handler, 200, content, headers)
+        return 0, len(content)
     else:
         if fault == "short":
             high = max(low + 1, (low + high) // 2)
@@ -88,6 +100,8 @@ def send_range(handler: BaseHTTPRequestHandler, content: bytes, fault: str, head
         _send(
             handler, 206, body[:sent], {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"}, len(body)
         )
+        return low, low + sent
+    return 0, 0
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:

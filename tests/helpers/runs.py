@@ -28,6 +28,8 @@ from trainer.nn.model_spec import ForwardConfig, build_model
 from trainer.training.loop import Job
 from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
@@ -61,13 +63,10 @@ MIXTRAL = LLAMA | {
 }
 CONFIGS = {config["model_type"]: config for config in (GPT_NEO, LLAMA, MIXTRAL)}
 DROPOUT = DropoutConfig(attention=0.1, residual=0.1, embedding=0.1, fcm_ratio=(0.0, 0.3))
-ADAMW = AdamW(
-    lr_schedule=LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-    weight_decay=0.1,
-    decay_embeddings=True,
+ADAMW = Optimizer(
+    AdamW(b1=0.9, b2=0.95, eps=1e-8),
+    LRSchedule(peak=1e-2, end=1e-3, kind="cosine", warmup=3, decay=20),
+    WeightDecay(0.1),
     clip_norm=1.0,
 )
 
@@ -79,6 +78,7 @@ def make_setup(
     *,
     rules: Sequence[str] = (),
     dropout: DropoutConfig = NO_DROPOUT,
+    optimizer: Optimizer = ADAMW,
     **forward_options: Any,
 ) -> StepSetup:
     """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
@@ -86,7 +86,7 @@ def make_setup(
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
     forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)
-    return StepSetup(model, forward_config, ADAMW, accumulate, dropout=dropout, seed=7)
+    return StepSetup(model, forward_config, optimizer, accumulate, dropout=dropout, seed=7)
 
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:

@@ -41,8 +41,13 @@ class Dataset(Protocol):
         """Length and dtype of each array of a row, by name."""
         ...
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
-        """Return the columns of rows, each [len(rows), length]; row -1 is padding: zeros with loss weight 0."""
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return the columns of rows, each [len(rows), length].
+
+        Args:
+            rows: Indices of rows; -1 is padding: zeros with loss weight 0.
+            epochs: Epoch of each row, for rows that differ from epoch to epoch; None for epoch 0.
+        """
         ...
 
 
@@ -57,11 +62,14 @@ class PackedDataset:
         tokens: The token store.
         first_row: Index in the store of the first block.
         n_rows: Number of blocks.
+        first_input: Input token at the start of each block, instead of the stored one; None for the stored one. It is
+            not a target.
     """
 
     tokens: MappedTokens
     first_row: int
     n_rows: int
+    first_input: int | None = None
 
     @property
     def seq_length(self) -> int:
@@ -73,28 +81,37 @@ class PackedDataset:
         """Length and dtype of each array of a row, by name."""
         return packed_columns(self.seq_length)
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return a batch of blocks.
 
         Args:
             rows: Indices of B blocks; -1 for padding.
+            epochs: Unused: blocks are the same in every epoch.
 
         Returns:
             `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token, 0 after the last;
-            `weights`, float32 [B, seq_length]: 1 where there is a target. All are 0 in padding rows.
+            `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none. All are 0 in
+            padding rows.
 
         Raises:
             IndexError: A row is out of range.
         """
         indices = check_rows(rows, self.n_rows)
-        blocks = self.tokens.ids[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         tokens = np.zeros((len(indices), self.seq_length), np.int32)
-        tokens[indices >= 0] = blocks[self.first_row + indices[indices >= 0]]
+        tokens[indices >= 0] = self._blocks(self.tokens.ids, indices)
         targets = np.zeros_like(tokens)
         targets[:, :-1] = tokens[:, 1:]
+        if self.first_input is not None:
+            tokens[indices >= 0, 0] = self.first_input
         weights = np.zeros(tokens.shape, np.float32)
-        weights[indices >= 0, :-1] = 1
+        stored = self.tokens.weights
+        weights[indices >= 0, :-1] = 1 if stored is None else self._blocks(stored, indices)[:, 1:]
         return {"tokens": tokens, "targets": targets, "weights": weights}
+
+    def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the blocks of the rows besides padding, of an array with one value per token."""
+        blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
+        return blocks[self.first_row + indices[indices >= 0]]
 
 
 def packed_columns(seq_length: int) -> ColumnSpecs:

@@ -41,16 +41,18 @@ class Seq2SeqDataset:
         """Length and dtype of each array of a row, by name."""
         return seq2seq_columns(self.source_length, self.seq_length)
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return a batch of pairs.
 
         Args:
             rows: Indices of B pairs; -1 for padding.
+            epochs: Unused: pairs are the same in every epoch.
 
         Returns:
             `source`, int32 [B, source_length]; `present`, bool [B, source_length]: True where `source` is not padding;
             `tokens`, int32 [B, seq_length]: decoder inputs, the targets shifted right; `targets`, int32
-            [B, seq_length]; `weights`, float32 [B, seq_length]: 1 where there is a target. All are 0 in padding rows.
+            [B, seq_length]; `weights`, float32 [B, seq_length]: the loss weight of the target, 0 where there is none.
+            All are 0 in padding rows.
 
         Raises:
             IndexError: A row is out of range.
@@ -65,7 +67,7 @@ class Seq2SeqDataset:
                 batch["present"][i, : len(source)] = True
                 batch["tokens"][i, : len(target)] = [self.decoder_start_id, *target[:-1]][: len(target)]
                 batch["targets"][i, : len(target)] = target
-                batch["weights"][i, : len(target)] = 1
+                batch["weights"][i, : len(target)] = self._target_weights(row, len(target))
         return batch
 
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
@@ -75,6 +77,13 @@ class Seq2SeqDataset:
         if high - low > max_length and self.eos_id is not None:
             ids[-1] = self.eos_id
         return ids
+
+    def _target_weights(self, row: int, length: int) -> npt.NDArray[np.uint8] | int:
+        """Return the loss weight of each token of a target that has `length` tokens."""
+        if self.tokens.weights is None:
+            return 1
+        low, _ = self._document_span(2 * (self.first_row + row) + 1)
+        return self.tokens.weights[low : low + length]
 
     def _document_span(self, document: int) -> tuple[int, int]:
         ends = self.tokens.ends

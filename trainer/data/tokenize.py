@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from trainer.data import store
-from trainer.data.documents import read_text_chunks
-from trainer.data.files import DataFile, find_files, hash_file
-from trainer.data.readers.reader import TextChunk
-from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
+from trainer.data.files import DataFile, hash_file
+from trainer.data.fill_store import fill_store
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.readers import READERS
+from trainer.data.records import RecordSettings, read_examples
+from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
+from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType, TextFields, parse_fields
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
-# Bytes of text that are encoded at once: a chunk for every core. Encoding takes about 100 times as much memory.
-ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 8), 64)
 
-TokenizeProgress = Callable[[int, int], None]  # bytes done, total bytes
+TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
 Note = Callable[[str], None]
 
 
@@ -35,34 +37,37 @@ class TokenizeConfig:
 
     Attributes:
         type: Type of the data files.
-        paths: Files, folders and globs, as `files.find_files` takes them.
-        fields: For types with columns: those of the text, or of a source and a target, as `parse_fields` takes them.
+        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
+        examples: Settings that turn records into examples.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
-        eos_id: Token appended to each document; None for none.
         vocab: Size of the model's vocabulary without padding.
         cache: Folder of token stores.
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
-        prefix: Text put before each source.
+        max_examples: Records, or documents of data without columns, that are read; 0 for all.
+        selection: Part of a dataset.
+        bad_lines: Invalid records that are skipped.
+        ids_dtype: Dtype of ready token ids in files that do not record it.
+        remote: Finds the files of URLs.
+        has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
     """
 
     type: DataType
     paths: tuple[str, ...]
-    fields: str
+    examples: ExampleSettings
     seq_length: int
     tokenizer: Path
-    eos_id: int | None
     vocab: int
     cache: Path
     scratch_dir: Path | None = None
     source_length: int = 0
-    prefix: str = ""
-
-    @property
-    def parsed_fields(self) -> TextFields:
-        """The columns to read from each object; empty for types without columns."""
-        return parse_fields(self.fields) if self.type in DEFAULT_FIELDS else TextFields(())
+    max_examples: int = 0
+    selection: Selection = WHOLE
+    bad_lines: int = 0
+    ids_dtype: str = DEFAULT_IDS_DTYPE
+    remote: RemoteFiles = NO_REMOTE_FILES
+    has_blocks: bool = True
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -73,7 +78,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
 
     Args:
         config: Files, tokenizer and cache.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user: which store is used, its size, and how many tokens are dropped.
 
     Raises:
@@ -82,8 +87,10 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
-    files = [hash_file(path) for path in find_files(config.paths, config.type)]
-    identity = _store_identity(config, files, tokenizer)
+    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    config = _with_type(config, resolve_type(found, config.type))
+    files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
+    identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
     if meta is not None:
@@ -92,6 +99,21 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
     return _map_tokens(folder, meta, config, tokenizer, note)
+
+
+def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+    """Return a config for files of a type; those without columns have no fields.
+
+    Raises:
+        UsageError: The recipe names columns, and the files have none.
+    """
+    if file_type in DEFAULT_FIELDS:
+        return replace(config, type=file_type)
+    settings = config.examples
+    if settings.fields_from_example or settings.chat_template or settings.fields not in ("", *DEFAULT_FIELDS.values()):
+        what = f'`data.fields` is "{settings.fields or settings.fields_from_example:.60}"'
+        raise usage_error(what, f"files of type {file_type} have no columns", "`data.type` sets the type of the files")
+    return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
@@ -115,30 +137,38 @@ def _map_tokens(
 ) -> store.MappedTokens:
     """Map a store; raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
-    has_source = bool(config.parsed_fields.source)
-    _check_has_pairs(meta) if has_source else _check_has_block(meta, config.seq_length)
+    if config.examples.has_encoder:
+        _check_has_pairs(meta)
+    else:
+        _check_has_block(meta, config.seq_length) if config.has_blocks else _check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
-    note(_seq2seq_summary(tokens, config.source_length) if has_source else _packed_summary(tokens))
+    _check_has_loss(tokens)
+    note(_summary(tokens, config))
     return tokens
 
 
 def _check_eos_id(config: TokenizeConfig) -> None:
-    if config.eos_id is not None and not 0 <= config.eos_id < config.vocab:
+    eos_id = config.examples.eos_id
+    if eos_id is not None and not 0 <= eos_id < config.vocab:
         why = f"the vocabulary without padding has {config.vocab:,} tokens"
-        raise PrepError(f"eos_token_id {config.eos_id:,} is out of range", why)
+        raise PrepError(f"eos_token_id {eos_id:,} is out of range", why)
 
 
-def _store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer: TextTokenizer) -> str:
-    """Return a digest of all inputs of the ids; file paths and `seq_length` are not among them."""
+def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_digest: str) -> str:
+    """Return a digest of all inputs of the ids and weights; file paths and `seq_length` are not among them."""
+    settings = config.examples
     inputs = {
         "version": TOKENS_VERSION,
         "type": config.type,
-        "fields": config.fields if config.type in DEFAULT_FIELDS else None,
-        "eos_id": config.eos_id,
-        "tokenizer": tokenizer.digest,
+        "fields": settings.fields if config.type in DEFAULT_FIELDS else None,
+        "eos_id": settings.end_id,
+        "tokenizer": tokenizer_digest,
         "files": [[file.nbytes, file.digest] for file in files],
     }
-    inputs |= {"prefix": config.prefix} if config.prefix else {}
+    inputs |= settings.identity_inputs()
+    inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
+    inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
+    inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -151,11 +181,34 @@ def _build_store(
     progress: TokenizeProgress,
     note: Note,
 ) -> store.StoreMeta:
-    with store.lock_cache(folder.parent, note):
+    builder = compile_fields(config.examples, vocab=config.vocab)
+    file_type = resolve_type(files, config.type)
+    settings = RecordSettings(
+        vocab=config.vocab,
+        eos_id=config.examples.eos_id,
+        bad_lines=config.bad_lines,
+        ids_dtype=config.ids_dtype,
+        limit=config.max_examples,
+    )
+    with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
-        dtype = store.dtype_for(max(tokenizer.max_id, config.eos_id or 0))
-        store.build_store(folder, dtype, lambda writer: _write_tokens(writer, config, files, tokenizer, progress))
+
+        def fill(writer: TokenWriter) -> None:
+            if writer.n_tokens:
+                note(f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run")
+            read = partial(read_examples, files, file_type, builder, settings=settings, note=note)
+            total_nbytes = sum(file.nbytes for file in files)
+
+            def report(nbytes: int, n_tokens: int) -> None:
+                progress(nbytes, total_nbytes, n_tokens)
+
+            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
+            if writer.position.nbytes < total_nbytes:
+                report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
+
+        dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
+        build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
 
 
@@ -166,49 +219,6 @@ def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.Stor
     except store.DamagedStoreError as error:
         note(f"{error.what} ({error.why}): they are made again")
         return None
-
-
-def _write_tokens(
-    writer: store.TokenWriter,
-    config: TokenizeConfig,
-    files: Sequence[DataFile],
-    tokenizer: TextTokenizer,
-    progress: TokenizeProgress,
-) -> None:
-    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
-    chunks = (
-        chunk
-        for file in files
-        for chunk in read_text_chunks(file, config.type, fields=config.parsed_fields, prefix=config.prefix)
-    )
-    for batch in batch_chunks(chunks):
-        for chunk, ids in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
-            writer.append(ids)
-            if chunk.ends_document:
-                _end_document(writer, config.eos_id)
-        tokenizer.check_in_vocab(writer.max_id, config.vocab)
-        done_nbytes += sum(chunk.nbytes for chunk in batch)
-        progress(done_nbytes, total_nbytes)
-
-
-def _end_document(writer: store.TokenWriter, eos_id: int | None) -> None:
-    if eos_id is not None:
-        writer.append(np.array([eos_id], np.uint32))
-    writer.end_document()
-
-
-def batch_chunks(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Group chunks in order, up to ENCODE_BATCH_NBYTES per group; a larger chunk is a group by itself."""
-    batch: list[TextChunk] = []
-    nbytes = 0
-    for chunk in chunks:
-        if batch and nbytes + chunk.nbytes > ENCODE_BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(chunk)
-        nbytes += chunk.nbytes
-    if batch:
-        yield batch
 
 
 def _check_has_pairs(meta: store.StoreMeta) -> None:
@@ -223,11 +233,30 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
-def _packed_summary(tokens: store.MappedTokens) -> str:
-    n_dropped = tokens.n_tokens % tokens.seq_length
+def _check_has_token(meta: store.StoreMeta) -> None:
+    if not meta.n_tokens:
+        raise PrepError("the data has no token", "all its documents are empty", "another `data.path`")
+
+
+def _check_has_loss(tokens: store.MappedTokens) -> None:
+    if tokens.weights is not None and not tokens.weights.any():
+        why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
+        raise PrepError("the data has no token to train on", why, "another `data.fields`")
+
+
+def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+    if config.examples.has_encoder:
+        return _seq2seq_summary(tokens, config.source_length)
     size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
+    if tokens.weights is not None:
+        size += f", {100 * tokens.weights.mean():.0f} % with loss"
+    return f"{size}: {_block_summary(tokens)}" if config.has_blocks else size
+
+
+def _block_summary(tokens: store.MappedTokens) -> str:
+    n_dropped = tokens.n_tokens % tokens.seq_length
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
+    return f"{blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:

@@ -6,13 +6,14 @@ import atexit
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax._src import distributed
 
+from trainer.distributed.hosts import process_place
 from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.errors import PrepError
 
@@ -32,13 +33,15 @@ class CoordinatedProcesses:
         count: Number of processes.
         errors: Fatal errors of the runtime.
         is_owner: Whether prep connected the processes; False if the calling program did.
+        places: Host and process id of this process and of other known ones, by index.
     """
 
-    def __init__(self, errors: RuntimeErrors | None = None) -> None:
+    def __init__(self, errors: RuntimeErrors | None = None, places: Mapping[int, str] | None = None) -> None:
         self.errors, self.is_owner = errors or RuntimeErrors(), errors is not None
         state: Any = distributed.global_state
         self.index: int = state.process_id
         self.count: int = state.num_processes
+        self.places: Mapping[int, str] = {**(places or {}), self.index: process_place()}
         self._client = state.client
         start = self._client.key_value_increment(f"{KEY_PREFIX}/starts/{self.index}", 1)
         self._prefix = f"{KEY_PREFIX}/{start}"  # another one for each group of the same processes

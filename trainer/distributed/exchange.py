@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from trainer.models.mesh import MeshAxes
 from trainer.models.read_plan import ReadPlan, ShardedLeaf
@@ -27,7 +27,7 @@ def sharded_leaf(shape: tuple[int, ...], sharding: NamedSharding) -> ShardedLeaf
 
 
 @lru_cache(maxsize=1024)
-def allocation_program(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
+def allocation_program(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Callable[[], jax.Array]:
     """Compile the allocation of a leaf on its devices."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 

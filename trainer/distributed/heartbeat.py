@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 STEP_PHASE = "step"
 MAX_NAMED = 4  # processes that a message names
+NO_PLACES: Mapping[int, str] = MappingProxyType({})
 
 Kind = Literal["lost", "stuck", "failed", "stopped"]
 
@@ -19,13 +21,13 @@ class Heartbeat:
 
     Attributes:
         count: Heartbeats of the process so far.
-        host: Name of its host.
+        place: Its host and process id.
         phase: Its current work, such as `load`, `compile`, `step 12` or `save 12`.
-        num_phases: Phases that it has entered so far; equal on all processes at the same point of a run.
+        num_phases: Number of its phases so far; equal on all processes at the same point of a run.
     """
 
     count: int
-    host: str
+    place: str
     phase: str
     num_phases: int
 
@@ -65,16 +67,21 @@ class JobEnd:
         return cls(**json.loads(text))
 
 
+def first_heartbeat(place: str | None) -> Heartbeat | None:
+    """Return the state of a process before its first heartbeat arrives; None if its place is unknown."""
+    return Heartbeat(0, place, "start", 0) if place else None
+
+
 def lost_process(process: int, beat: Heartbeat | None, silent_s: float) -> JobEnd:
     """Return the end of a job that lost a process.
 
     Args:
         process: Index of the process.
-        beat: Its last heartbeat; None if it sent none.
+        beat: Its last heartbeat, whose count is 0 if none has arrived; None if its place is also unknown.
         silent_s: Seconds since the last heartbeat; 0 if its connection broke.
     """
     silence = f"no heartbeat for {silent_s:.0f} s" if silent_s else "its connection broke"
-    phase = f"its last phase was `{beat.phase}`" if beat else "it sent no heartbeat"
+    phase = f"its last phase was `{beat.phase}`" if beat and beat.count else "no heartbeat of it arrived"
     return JobEnd("lost", process, f"{_name(process, beat)} is lost", f"{silence}; {phase}")
 
 
@@ -90,17 +97,28 @@ class _Observed:
 class HeartbeatMonitor:
     """Heartbeats of all processes, as process 0 observes them."""
 
-    def __init__(self, count: int, *, timeout_s: float, step_timeout_s: float, start_s: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        timeout_s: float,
+        step_timeout_s: float,
+        start_s: float,
+        places: Mapping[int, str] = NO_PLACES,
+    ) -> None:
         """Create a monitor that has observed no heartbeat.
 
         Args:
             count: Number of processes.
-            timeout_s: Seconds without a heartbeat after which a process is lost.
+            timeout_s: Seconds without a heartbeat until a process is lost.
             step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
             start_s: Time now.
+            places: Host and process id of the known processes, by index.
         """
         self.timeout_s, self.step_timeout_s = timeout_s, step_timeout_s
-        self._observed = {index: _Observed(None, start_s, start_s) for index in range(count)}
+        self._observed = {
+            index: _Observed(first_heartbeat(places.get(index)), start_s, start_s) for index in range(count)
+        }
         self._checked_s = start_s
 
     def check(self, beats: Mapping[int, Heartbeat], now_s: float) -> JobEnd | None:
@@ -127,7 +145,9 @@ class HeartbeatMonitor:
         return lost_process(index, seen.beat, silent_s) if silent_s > self.timeout_s else None
 
     def _find_stuck(self, now_s: float) -> JobEnd | None:
-        beats = {index: seen.beat for index, seen in self._observed.items() if seen.beat is not None}
+        beats = {
+            index: seen.beat for index, seen in self._observed.items() if seen.beat is not None and seen.beat.count
+        }
         overdue_s = max((self._step_s(seen, now_s) for seen in self._observed.values()), default=0.0)
         if not self.step_timeout_s or overdue_s <= self.step_timeout_s or len(beats) < len(self._observed):
             return None
@@ -157,4 +177,4 @@ def _observe(seen: _Observed, beat: Heartbeat, now_s: float) -> _Observed:
 
 
 def _name(process: int, beat: Heartbeat | None) -> str:
-    return f"process {process} ({beat.host})" if beat else f"process {process}"
+    return f"process {process} ({beat.place})" if beat else f"process {process}"

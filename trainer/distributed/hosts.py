@@ -22,6 +22,11 @@ PROBE_S = 60 * 60  # an older probe is of a killed process
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def process_place() -> str:
+    """Return the host and the id of this process, as messages show them."""
+    return f"{socket.gethostname()}, pid {os.getpid()}"
+
+
 def machine_id() -> str:
     """Return a unique identifier of this host; containers with different host names count as different hosts."""
     return xxhash.xxh3_64_hexdigest(f"{socket.gethostname()} {kernel_id()}".encode())

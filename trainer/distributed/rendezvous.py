@@ -2,7 +2,8 @@
 
 If a process is missing, jax aborts the waiting ones without naming it. Here process 0 listens on its port, and all
 others connect to it. When all have connected, or after the time limit, it answers each with a verdict: a line of JSON
-with null, or with the error that all processes raise.
+with null, or with the error that all processes raise. A process of another job, which has the same address by mistake,
+gets an error of its own at once, and does not end the meeting.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+from trainer.distributed.hosts import process_place
 from trainer.models.coordinator_address import is_loopback, split_host_port
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
@@ -25,33 +28,60 @@ HELLO_TIMEOUT_S = 5.0  # for a line from a connection to process 0
 VERDICT_DELAY_S = 10.0  # for the verdict, after process 0 has waited its time
 RETRY_S = 0.2
 SPARE_FILES = 512  # open files besides the connections
+MAX_NAMED = 4  # refused processes that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A connected process."""
+    """A connected process.
+
+    Attributes:
+        index: Index of the process in its job.
+        count: Number of processes of its job.
+        ip: IP address of its connection.
+        place: Its host and process id; its IP address if it did not send them.
+        job: Name of its job; empty if it is unknown.
+        settings_digest: Digest of its settings; empty if it is unknown.
+        connection: Connection to it.
+    """
 
     index: int
     count: int
-    host: str
+    ip: str
+    place: str
+    job: str
+    settings_digest: str
     connection: socket.socket
 
 
-def meet_processes(address: ProcessAddress, timeout_s: float) -> None:
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """The processes that process 0 has accepted by index, and the places of those that it has refused."""
+
+    address: ProcessAddress
+    peers: dict[int, _Peer] = field(default_factory=dict[int, _Peer])
+    refused: list[str] = field(default_factory=list[str])
+
+
+def meet_processes(address: ProcessAddress, timeout_s: float) -> dict[int, str]:
     """Wait until all processes of a job have connected to process 0.
 
     Args:
         address: This process.
         timeout_s: Seconds to wait.
 
+    Returns:
+        Host and process id by index: of all processes on process 0, and of process 0 and this one on the others.
+
     Raises:
         PrepError: A process did not start in time, two have the same index, or their numbers of processes differ.
     """
     deadline = time.monotonic() + timeout_s
     if address.index:
-        _report_to_process_0(address, deadline, timeout_s=timeout_s)
+        places = {0: _report_to_process_0(address, deadline, timeout_s=timeout_s)}
     else:
-        _gather_processes(address, deadline, timeout_s=timeout_s)
+        places = _gather_processes(_Meeting(address), deadline, timeout_s=timeout_s)
+    return places | {address.index: process_place()}
 
 
 def index_ranges(indices: Iterable[int]) -> str:
@@ -65,32 +95,41 @@ def index_ranges(indices: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def _gather_processes(address: ProcessAddress, deadline: float, *, timeout_s: float) -> None:
-    """Accept all other processes, then send each the verdict, and raise it if it is an error."""
-    peers: dict[int, _Peer] = {}
+def _gather_processes(meeting: _Meeting, deadline: float, *, timeout_s: float) -> dict[int, str]:
+    """Accept all other processes, then send each the verdict, and raise it if it is an error; return their places."""
+    peers, count = meeting.peers, meeting.address.count
     error: PrepError | None = None
     with contextlib.ExitStack() as connections:
-        with _listen(address) as listener:  # until the others connect to the service of jax
-            while len(peers) < address.count - 1 and error is None:
+        with _listen(meeting.address) as listener:  # until the others connect to the service of jax
+            while len(peers) < count - 1 and error is None:
                 peer = _accept(listener, deadline)
                 if peer is None:
-                    error = _missing_error(address, peers, timeout_s)
+                    error = _missing_error(meeting, timeout_s)
                 else:
                     connections.enter_context(peer.connection)
-                    error = _add_peer(peers, peer, address)
+                    error = _add_peer(meeting, peer)
         for peer in peers.values():
             _send_verdict(peer, error)
     if error is not None:
         raise error
+    return {index: peer.place for index, peer in peers.items()}
 
 
-def _add_peer(peers: dict[int, _Peer], peer: _Peer, address: ProcessAddress) -> PrepError | None:
-    """Add a process to the others; return the error if it does not belong to the job.
+def _add_peer(meeting: _Meeting, peer: _Peer) -> PrepError | None:
+    """Add a process to the others, or refuse one of another job; return the error if it contradicts this job.
 
     A process may replace one that has ended. When the job is complete, all that have ended are removed.
     """
+    peers, address = meeting.peers, meeting.address
     other = peers.get(peer.index)
-    error = _peer_error(peer, other if other and _is_connected(other) else None, address)
+    if other is not None and not _is_connected(other):
+        other = None
+    if stranger := _find_stranger(peer, other, address):
+        _refuse(meeting, stranger)
+        if stranger is peer:
+            return None
+        other = None
+    error = _peer_error(peer, other, address)
     if error is not None:
         _send_verdict(peer, error)
         return error
@@ -99,6 +138,36 @@ def _add_peer(peers: dict[int, _Peer], peer: _Peer, address: ProcessAddress) -> 
         for ended in [index for index, other in peers.items() if not _is_connected(other)]:
             del peers[ended]
     return None
+
+
+def _find_stranger(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> _Peer | None:
+    """Return which of two processes with the same index belongs to another job than process 0; None for neither.
+
+    Args:
+        peer: The process that connected last.
+        other: A connected process with the same index; None without one.
+        address: Process 0.
+    """
+    if peer.job and address.job and peer.job != address.job:
+        return peer
+    if other is None or peer.settings_digest == other.settings_digest:
+        return None
+    return {peer.settings_digest: other, other.settings_digest: peer}.get(address.settings_digest)
+
+
+def _refuse(meeting: _Meeting, peer: _Peer) -> None:
+    """Send a process the error that process 0 belongs to another job, and close its connection."""
+    address = meeting.address
+    what = f"process 0 at {address.coordinator} belongs to another job"
+    why = f"it is of {_job_text(address.job)} on {process_place()}; this process is of {_job_text(peer.job)}"
+    hint = "give each job a port of its own with `--set cluster.host0_port=PORT`"
+    _send_verdict(peer, PrepError(what, why, hint))
+    peer.connection.close()
+    meeting.refused.append(f"process {peer.index} of {_job_text(peer.job)} ({peer.place})")
+
+
+def _job_text(job: str) -> str:
+    return f"`{job}`" if job else "a job without a name"
 
 
 def _listen(address: ProcessAddress) -> socket.socket:
@@ -136,24 +205,35 @@ def _accept(listener: socket.socket, deadline: float) -> _Peer | None:
         connection.settimeout(HELLO_TIMEOUT_S)
         with contextlib.suppress(OSError, ValueError, RecursionError):
             hello = json.loads(_read_line(connection, min(deadline, time.monotonic() + HELLO_TIMEOUT_S)))
-            if isinstance(hello, dict) and hello.get("protocol") == PROTOCOL:
-                index, count = hello.get("index"), hello.get("count")
-                if isinstance(index, int) and isinstance(count, int):
-                    ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
-                    return _Peer(index, count, ip, connection)
+            ip = str(host).removeprefix("::ffff:")  # of IPv4 on a socket for both
+            if peer := _read_peer(hello, ip, connection):
+                return peer
         connection.close()
     return None
+
+
+def _read_peer(hello: Any, ip: str, connection: socket.socket) -> _Peer | None:
+    """Return the process of a first line; None if the line is not of this protocol."""
+    if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
+        return None
+    index, count = hello.get("index"), hello.get("count")
+    if not (isinstance(index, int) and isinstance(count, int)):
+        return None
+    place, job, settings_digest = (str(hello.get(key, "")) for key in ("place", "job", "settings"))
+    return _Peer(
+        index, count, ip=ip, place=place or ip, job=job, settings_digest=settings_digest, connection=connection
+    )
 
 
 def _peer_error(peer: _Peer, other: _Peer | None, address: ProcessAddress) -> PrepError | None:
     """Return the error of a process that does not belong to the job, or whose index another process has."""
     if peer.count != address.count:
-        why = f"process 0 expects {address.count}, and process {peer.index} at {peer.host} expects {peer.count}"
+        why = f"process 0 expects {address.count}, and process {peer.index} at {peer.ip} expects {peer.count}"
         return PrepError("the numbers of processes differ", why, "set the same number for all processes")
     if other is not None or not 0 < peer.index < address.count:
-        hosts = f"{other.host if other else 'the host of process 0'} and {peer.host}"
+        places = f"{other.place if other else process_place()} and {peer.place}"
         what = f"two processes have the index {peer.index}"
-        return PrepError(what, f"they run on {hosts}", "start each process with an index of its own")
+        return PrepError(what, f"they run on {places}", "start each process with an index of its own")
     return None
 
 
@@ -170,12 +250,15 @@ def _is_connected(peer: _Peer) -> bool:
         peer.connection.settimeout(HELLO_TIMEOUT_S)
 
 
-def _missing_error(address: ProcessAddress, connected: Collection[int], timeout_s: float) -> PrepError:
-    """Return the error that names the processes that have not connected."""
-    missing = sorted({*range(1, address.count)} - {*connected})
+def _missing_error(meeting: _Meeting, timeout_s: float) -> PrepError:
+    """Return the error that names the processes that have not connected, and those that were refused."""
+    address = meeting.address
+    missing = sorted({*range(1, address.count)} - {*meeting.peers})
     noun = "process" if len(missing) == 1 else "processes"
     what = f"{noun} {index_ranges(missing)} of {address.count} did not start within {timeout_s:g} s"
     why = f"process 0 waited at {address.coordinator} (processes are numbered from 0)"
+    if meeting.refused:
+        why += f"; it refused {', '.join(meeting.refused[:MAX_NAMED])}"
     host, port = split_host_port(address.coordinator)
     hint = "see the logs of these processes; `--set cluster.start_timeout=SECONDS` waits longer"
     if is_loopback(host):
@@ -185,28 +268,30 @@ def _missing_error(address: ProcessAddress, connected: Collection[int], timeout_
     return PrepError(what, why, hint)
 
 
-def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s: float) -> None:
-    """Connect to process 0, and raise the error that it answers."""
-    hello = {"protocol": PROTOCOL, "index": address.index, "count": address.count}
+def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s: float) -> str:
+    """Connect to process 0, and return its place or raise the error that it answers."""
+    hello = {"protocol": PROTOCOL, "index": address.index, "count": address.count, "place": process_place()}
+    hello |= {"job": address.job, "settings": address.settings_digest}
     last_error = "no answer"
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(split_host_port(address.coordinator), timeout=remaining_s) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
                 answer_by = time.monotonic() + timeout_s + VERDICT_DELAY_S  # process 0 may have started later
-                verdict = json.loads(_read_line(connection, answer_by))["error"]
+                verdict = json.loads(_read_line(connection, answer_by))
+                error, place = verdict["error"], str(verdict.get("place", ""))
         except (
             OSError,
             ValueError,
             KeyError,
             TypeError,
-        ) as error:  # process 0 does not listen yet, or its service closed the connection
-            last_error = getattr(error, "strerror", None) or str(error) or last_error
+        ) as failure:  # process 0 does not listen yet, or its service closed the connection
+            last_error = getattr(failure, "strerror", None) or str(failure) or last_error
             time.sleep(RETRY_S)
             continue
-        if verdict:
-            raise PrepError(*verdict)
-        return
+        if error:
+            raise PrepError(*error)
+        return place
     what = f"process {address.index} of {address.count} did not reach process 0 within {timeout_s:g} s"
     hint = "see the log of process 0; its host's firewall must allow the port; `cluster.host0_address` names the host"
     raise PrepError(what, f"address tried: {address.coordinator} ({last_error})", hint)
@@ -214,7 +299,7 @@ def _report_to_process_0(address: ProcessAddress, deadline: float, *, timeout_s:
 
 def _send_verdict(peer: _Peer, error: PrepError | None) -> None:
     """Send a process the error, or that all have connected. A process that has ended is noticed later."""
-    verdict = {"error": [error.what, error.why, error.hint] if error else None}
+    verdict = {"error": [error.what, error.why, error.hint] if error else None, "place": process_place()}
     with contextlib.suppress(OSError):
         peer.connection.sendall(json.dumps(verdict).encode() + b"\n")
 

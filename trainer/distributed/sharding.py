@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,11 @@ class ShardingContext:
             UsageError: The mesh does not divide the parameter.
         """
         return self._to_named_sharding(self.param_spec(leaf))
+
+    def statistic_sharding(self, leaf: ParamLeaf, axes: Collection[int]) -> NamedSharding | None:
+        """Return the sharding of a statistic over some axes of a parameter, which it has with extent 1."""
+        spec = self.param_spec(leaf)
+        return self._to_named_sharding(None if spec is None else spec.without_axes(axes))
 
     def param_spec(self, leaf: ParamLeaf) -> Spec | None:
         """Return the mesh axes that split each dim of a parameter; None without a mesh.

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 
 import jax
-from jax._src import cloud_tpu_init
+from jax._src import cloud_tpu_init, xla_bridge
 
 from trainer.distributed.coordination import CoordinatedProcesses
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
@@ -40,7 +40,8 @@ def start_processes(
         The group of processes.
 
     Raises:
-        PrepError: A process did not start in time, or the processes cannot be connected.
+        PrepError: A process did not start in time, this one has used a device before, or the processes cannot be
+            connected.
     """
     if jax.distributed.is_initialized():
         return _connected_group(address)
@@ -48,19 +49,28 @@ def start_processes(
         return SingleProcess()
     if address is not None and address.count == 1:
         return SingleProcess()
+    if xla_bridge.backends_are_initialized():
+        why = "this Python process has used jax's devices before, and jax can connect them only at its start"
+        hint = "start a new Python process for each run, or call `jax.distributed.initialize` before the first one"
+        raise PrepError("the processes cannot be connected", why, hint)
     errors = RuntimeErrors()
     jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM, and so does the caller
     try:
         with errors.intercepted():
-            _initialize(address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+            places = _initialize(address, start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     except (RuntimeError, ValueError, OSError) as error:
         raise _start_error(address, error) from error
-    group = CoordinatedProcesses(errors)
+    group = CoordinatedProcesses(errors, places)
     return group if group.count > 1 else SingleProcess()
 
 
-def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float) -> None:
-    """Initialize `jax.distributed`; on a TPU pod without an address, JAX finds the processes itself."""
+def _initialize(
+    address: ProcessAddress | None, *, start_timeout_s: float, heartbeat_timeout_s: float
+) -> dict[int, str]:
+    """Initialize `jax.distributed`; return the places of processes, which `meet_processes` finds.
+
+    On a TPU pod without an address, JAX finds the processes itself, and no places are known.
+    """
     heartbeat_timeout_seconds = math.ceil(heartbeat_timeout_s * JAX_TIMEOUT_FACTOR)
     shutdown_timeout_seconds = math.ceil(heartbeat_timeout_s)
     if address is None:
@@ -69,9 +79,9 @@ def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heart
             heartbeat_timeout_seconds=heartbeat_timeout_seconds,
             shutdown_timeout_seconds=shutdown_timeout_seconds,
         )
-        return
+        return {}
     check_coordinator_host(address)
-    meet_processes(address, start_timeout_s)
+    places = meet_processes(address, start_timeout_s)
     jax.distributed.initialize(
         address.coordinator,
         num_processes=address.count,
@@ -82,6 +92,7 @@ def _initialize(address: ProcessAddress | None, *, start_timeout_s: float, heart
         heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
+    return places
 
 
 def check_coordinator_host(address: ProcessAddress) -> None:
@@ -108,7 +119,7 @@ def check_coordinator_host(address: ProcessAddress) -> None:
 
 
 def _connected_group(address: ProcessAddress | None) -> ProcessGroup:
-    """Return the group of processes that are connected already; raise PrepError if it is another job."""
+    """Return the group of already connected processes; raise PrepError if it is another job."""
     group = CoordinatedProcesses()
     if address is not None and (address.index, address.count) != (group.index, group.count):
         why = f"jax is connected as process {group.index} of {group.count}, and {address.reason} says otherwise"

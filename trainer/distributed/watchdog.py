@@ -13,13 +13,13 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from trainer.distributed.coordination import ConnectionBrokenError
-from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, lost_process
+from trainer.distributed.heartbeat import Heartbeat, HeartbeatMonitor, JobEnd, first_heartbeat, lost_process
 
 INTERVAL_S = 2.0
 BEATS_PER_TIMEOUT = 5
@@ -31,7 +31,7 @@ LINGER_S = 10.0  # process 0 waits at most so long until the others have read th
 
 
 class SharedTexts(Protocol):
-    """Texts that the processes of a job publish by key."""
+    """Texts published by the processes of a job, by key."""
 
     index: int
     count: int
@@ -54,14 +54,14 @@ class WatchSettings:
     """Deadlines of a job.
 
     Attributes:
-        timeout_s: Seconds without a heartbeat after which a process is lost.
+        timeout_s: Seconds without a heartbeat until a process is lost.
         step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
-        host: Name of this host.
+        places: Host and process id of this process and of other known ones, by index.
     """
 
     timeout_s: float
     step_timeout_s: float
-    host: str
+    places: Mapping[int, str]
 
     def interval_s(self, count: int) -> float:
         """Return the seconds between two heartbeats of each of `count` processes."""
@@ -83,7 +83,7 @@ class Watchdog:
         """Create a watchdog; `start` starts it.
 
         Args:
-            texts: Texts that the processes share.
+            texts: Texts shared by the processes.
             settings: Deadlines of the job.
             is_broken: Returns whether the runtime reported that the connection to process 0 is broken.
             on_end: Ends this process. A thread calls it when another process has ended the job.
@@ -93,12 +93,17 @@ class Watchdog:
         self.interval_s = settings.interval_s(texts.count)
         self.end: JobEnd | None = None
         self._phase, self._num_phases, self._beats = "start", 0, 0
-        self._decision: Heartbeat | None = None  # process 0's last heartbeat
+        self._decision = first_heartbeat(settings.places.get(0))  # process 0's last heartbeat
         self._contact_s = clock()  # time of its arrival
         self._lock = threading.Lock()
         self._decided, self._closed, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._ending = threading.Event()  # the main thread reports an error
         self._monitor = HeartbeatMonitor(
-            texts.count, timeout_s=settings.timeout_s, step_timeout_s=settings.step_timeout_s, start_s=clock()
+            texts.count,
+            timeout_s=settings.timeout_s,
+            step_timeout_s=settings.step_timeout_s,
+            start_s=clock(),
+            places=settings.places,
         )
         self._threads = [
             threading.Thread(target=run, daemon=True) for run in (self._send_heartbeats, self._watch_clock)
@@ -114,16 +119,19 @@ class Watchdog:
         self._phase, self._num_phases = phase, self._num_phases + 1
 
     def end_job(self, end: JobEnd) -> None:
-        """Tell the other processes why this one ends; return when they can read it.
+        """Tell the other processes why this one ends; return when they can read it, or process 0 is gone.
 
         Process 0 returns when the others have read it, because they read through process 0.
         """
+        self._ending.set()
         if not self._closed.is_set() and not self._decided.is_set():
-            with suppress(ConnectionBrokenError):
-                self.texts.publish(f"ended/{self.texts.index}", end.to_json())
-                self._wake.set()
-                if self.texts.index == 0:
-                    self._decided.wait(LINGER_S + self.interval_s)
+            publisher = threading.Thread(target=self._publish_end, args=(end,), daemon=True)
+            publisher.start()  # it may wait forever for an answer of process 0
+            deadline_s = self.clock() + LINGER_S
+            while publisher.is_alive() and not self.is_broken() and self.clock() < deadline_s:
+                publisher.join(TICK_S)
+            if self.texts.index == 0:
+                self._decided.wait(LINGER_S + self.interval_s)
         self.close()
 
     def wait_for_end(self) -> None:
@@ -137,6 +145,11 @@ class Watchdog:
         """Stop watching: all processes have completed their work, or this one reports its own error."""
         self._closed.set()
         self._wake.set()
+
+    def _publish_end(self, end: JobEnd) -> None:
+        with suppress(ConnectionBrokenError):
+            self.texts.publish(f"ended/{self.texts.index}", end.to_json())
+            self._wake.set()
 
     def _send_heartbeats(self) -> None:
         while not self._closed.is_set():
@@ -169,7 +182,7 @@ class Watchdog:
     def _exchange(self) -> JobEnd | None:
         """Publish a heartbeat and return the end of the job that process 0 decided, or decides now."""
         self._beats += 1
-        beat = Heartbeat(self._beats, self.settings.host, self._phase, self._num_phases)
+        beat = Heartbeat(self._beats, self.settings.places[self.texts.index], self._phase, self._num_phases)
         self.texts.publish(f"heartbeat/{self.texts.index}", beat.to_json())
         return self._decide(beat) if self.texts.index == 0 else self._read_decision()
 
@@ -205,7 +218,7 @@ class Watchdog:
         if self.texts.index == 0:
             self._wait_until_seen(end)
         self._decided.set()
-        if end.process == self.texts.index and end.kind in ("failed", "stopped"):
+        if self._ending.is_set() or (end.process == self.texts.index and end.kind in ("failed", "stopped")):
             return  # its main thread reports the error
         if end.kind in ("failed", "stopped") and self._closed.wait(GRACE_S):
             return  # the main thread reports an error of its own
@@ -219,5 +232,6 @@ class Watchdog:
             with suppress(ConnectionBrokenError):
                 done = {0, end.process, *self.texts.read_by_index("seen"), *self.texts.read_by_index("ended")}
                 if len(done) >= self.texts.count:
+                    time.sleep(TICK_S)  # for the answers to those who have just written
                     return
             time.sleep(TICK_S)

@@ -76,7 +76,7 @@ class KernelSpec:
     summary: str
     features: frozenset[Feature]
     platforms: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     head_dims: HeadDims = HeadDims()
     has_tiles: bool = False
     runs_per_device: bool = False
@@ -122,6 +122,7 @@ KERNEL_SPECS: Mapping[str, KernelSpec] = {
             "splash attention, a Pallas kernel for TPUs",
             ACCELERATOR_FEATURES | {Feature.SOFTCAP, Feature.SEGMENTS},
             platforms=("tpu",),
+            dtypes=("float32", "bfloat16"),
             runs_per_device=True,
         ),
     )

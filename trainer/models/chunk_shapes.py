@@ -9,6 +9,7 @@ from trainer.models.partition import Spec, shard_shape
 from trainer.models.rules import STACKED_DIMS, LeafDims
 
 UNSHARDED_CHUNK_BYTES = 4 << 20  # largest chunk of a leaf that is written without a mesh
+MIN_SPLIT_NBYTES = 1 << 20
 
 
 def chunk_shape(
@@ -17,7 +18,7 @@ def chunk_shape(
     *,
     spec: Spec | None,
     itemsize: int,
-    min_split_bytes: int = 1 << 20,
+    min_split_bytes: int = MIN_SPLIT_NBYTES,
     stacked_dims: Collection[str] = STACKED_DIMS,
 ) -> tuple[int, ...]:
     """Return the chunk shape of a stored leaf; it divides the shape of the leaf.

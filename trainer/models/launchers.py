@@ -72,6 +72,23 @@ def pod_process(environ: Mapping[str, str], count: int) -> LaunchedProcess | Non
     return LaunchedProcess(KUBERNETES, count, index, variables=(COMPLETION_INDEX,))
 
 
+def job_name(launcher: str, environ: Mapping[str, str]) -> str:
+    """Return the name of a launcher's job, which is the same in all of its processes; empty if no variable has it.
+
+    Args:
+        launcher: Name of the launcher that describes this process.
+        environ: Environment variables.
+    """
+    if launcher == SLURM and environ.get("SLURM_JOB_ID"):
+        return f"SLURM job {environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    if launcher == OPEN_MPI:
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri", "").partition(".")[0]
+        return f"Open MPI job {job}" if job else ""
+    if launcher in (TPU_POD, KUBERNETES) and environ.get("JOBSET_NAME"):
+        return f"JobSet {environ['JOBSET_NAME']}"
+    return ""
+
+
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are set and describe the processes of a job."""
     names = (*COUNT_VARIABLES, *TPU_HOST_VARIABLES, COMPLETION_INDEX)

@@ -6,11 +6,13 @@ element in the dtype of the computation.
 
 At its peak a step needs
 
-    state                parameters and two moments, float32, split by the mesh: 12 bytes per parameter
-    gradients            their sum and the update, float32: 8 bytes per parameter. With exact reduction also the unsplit
-                         sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp the gathered
-                         parameters, float32: 4 bytes per parameter of the whole model each
-    batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
+    state                parameters in float32 and the optimizer state, split by the mesh: 12 bytes per parameter for
+                         two moments in float32. With LoRA the parameters besides the adapters keep their dtype
+    gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
+                         the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
+                         the gathered parameters, float32: 4 bytes per parameter of the whole model each
+    batch                token ids, targets and weights of all micro-batches, segment ids and positions of packed
+                         documents, and ids and weights of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
       one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
@@ -64,7 +66,7 @@ from trainer.models.layer_memory import LayerStack
 from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.parameters import DECODER, ENCODER
 
-STATE_COPIES = 3  # a parameter and its two moments
+MOMENTS = 2  # of a parameter, float32, if the inputs have no optimizer state
 GRADIENT_COPIES = 2  # a gradient and the update
 LOGIT_COPIES = 2
 
@@ -113,12 +115,14 @@ class MemoryEstimate:
 
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
-    num_parameters = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    num_stored = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    num_adapters = sum(inputs.local_leaf_size(leaf) for leaf in (inputs.adapters or {}).values())
+    num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
-        parameters=FLOAT32 * num_parameters,
-        moments=FLOAT32 * (STATE_COPIES - 1) * num_parameters,
-        gradients=FLOAT32 * GRADIENT_COPIES * num_parameters + _exact_reduction_nbytes(inputs),
+        parameters=FLOAT32 * num_adapters + inputs.stored_itemsize * num_stored,
+        moments=_optimizer_nbytes(inputs, num_trained),
+        gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks),
         head=_lm_head_nbytes(inputs),
@@ -126,6 +130,13 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
         batch=_batch_nbytes(inputs),
         offloaded=sum(stack.num_layers * stack.offloaded_nbytes for stack in stacks),
     )
+
+
+def _optimizer_nbytes(inputs: MemoryInputs, num_parameters: int) -> int:
+    """Return the bytes of the optimizer state on one device."""
+    if inputs.optimizer_state is None:
+        return FLOAT32 * MOMENTS * num_parameters
+    return sum(map(inputs.local_state_nbytes, inputs.optimizer_state))
 
 
 def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
@@ -139,8 +150,9 @@ def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _batch_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of a step's batch: token ids, targets and weights, and ids and weights of sources."""
-    num_bytes = FLOAT32 * (3 * inputs.seq_length + 2 * inputs.source_length)
+    """Return the bytes of a step's batch: the columns of its sequences and of their sources."""
+    num_columns = 5 if inputs.has_segments else 3
+    num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
     return inputs.accumulate * inputs.local_batch_size * num_bytes
 
 

@@ -19,6 +19,31 @@ NO_SCORES = (0, 0)  # attention tile of a kernel that keeps scores on the chip
 
 
 @dataclass(frozen=True, slots=True)
+class StateLeaf:
+    """A leaf of the optimizer state.
+
+    Attributes:
+        param: Its parameter.
+        reduced_axes: Axes of the parameter that the leaf has with extent 1.
+        itemsize: Bytes per element.
+    """
+
+    param: ParamLeaf
+    reduced_axes: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on all devices."""
+        return self.itemsize * math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the leaf."""
+        return tuple(1 if axis in self.reduced_axes else extent for axis, extent in enumerate(self.param.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryInputs:
     """The inputs of the memory estimate.
 
@@ -30,6 +55,7 @@ class MemoryInputs:
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.
         source_length: Tokens of a source; 0 without an encoder.
+        has_segments: Whether sequences have segment ids and positions, because documents share them.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         offload: "residuals" if the inputs of layers are saved in host memory, or "none".
@@ -40,8 +66,12 @@ class MemoryInputs:
         accumulate: Micro-batches of a step.
         is_exact: Whether gradients are summed in an order that does not depend on the mesh; `accumulate` is then the
             number of logical shards of a device.
+        optimizer_state: Leaves of the optimizer state that belong to parameters; None for two float32 moments of each.
+        frozen: Paths of the parameters that are not trained.
         blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
             its backward pass, as XLA plans for CPUs.
+        adapters: Adapters by path, if only they are trained; they are not in `leaves`. None to train all parameters.
+        stored_itemsize: Bytes per element of the parameters in `leaves`.
     """
 
     arch_config: ArchConfig
@@ -51,6 +81,7 @@ class MemoryInputs:
     micro_batch_size: int
     seq_length: int
     source_length: int = 0
+    has_segments: bool = False
     itemsize: int = FLOAT32
     remat_policy: RematPolicy = REMAT_NONE
     offload: str = OFFLOAD_NONE
@@ -59,7 +90,21 @@ class MemoryInputs:
     attention_tile: tuple[int, int] | None = None
     accumulate: int = 1
     is_exact: bool = False
+    optimizer_state: tuple[StateLeaf, ...] | None = None
+    frozen: frozenset[str] = frozenset()
     blocks_overlap: bool = True
+    adapters: Mapping[str, ParamLeaf] | None = None
+    stored_itemsize: int = FLOAT32
+
+    @property
+    def saved_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters in the checkpoints of the run, by path."""
+        return self.leaves if self.adapters is None else self.adapters
+
+    @property
+    def trained_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters with gradients and moments, by path."""
+        return {path: leaf for path, leaf in self.saved_leaves.items() if path not in self.frozen}
 
     @property
     def num_experts(self) -> int:
@@ -114,6 +159,14 @@ class MemoryInputs:
         axes = [axis for dim_axes in spec.mesh_axes for axis in dim_axes] if spec else []
         split_axes = (axis for axis in axes if not (is_gathered and axis == "fsdp"))
         return math.prod(leaf.shape) // math.prod(map(self.axis_size, split_axes))
+
+    def local_state_nbytes(self, leaf: StateLeaf) -> int:
+        """Return the bytes of a leaf of the optimizer state on one device."""
+        param = leaf.param
+        if not self.mesh:
+            return leaf.nbytes
+        spec = leaf_spec(param.path, param.dims, param.shape, mesh=self.mesh, rules=self.rules)
+        return leaf.nbytes // math.prod(spec.without_axes(leaf.reduced_axes).shards_per_dim)
 
     def extent(self, dim: str) -> int:
         """Return the extent of a logical dim of the parameters; 0 if no parameter has it."""

@@ -92,6 +92,13 @@ def _leaves_of_row(path: str, row: AxisMap) -> Iterable[ParamLeaf]:
     ]
 
 
+def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
+    """Return the longest parameter path at the end of the name of a state's leaf; None if there is none."""
+    parts = name.split(".")
+    suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
+    return next((suffix for suffix in suffixes if suffix in param_paths), None)
+
+
 def unflatten_tree(flat: Mapping[str, T]) -> Tree:
     """Return nested dicts from a dict with dotted paths."""
     tree: Tree = {}

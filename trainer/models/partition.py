@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,6 +66,18 @@ class Spec:
     mesh_axes: tuple[MeshAxes, ...]
     shards_per_dim: tuple[int, ...]
     fallbacks: tuple[Fallback, ...] = ()
+
+    def without_axes(self, axes: Collection[int]) -> Spec:
+        """Return the sharding of a leaf that has some of the dims with extent 1."""
+        if not axes:
+            return self
+        is_kept = [axis not in axes for axis in range(len(self.dim_names))]
+        return Spec(
+            tuple(name if kept else "" for name, kept in zip(self.dim_names, is_kept)),
+            tuple(names if kept else () for names, kept in zip(self.mesh_axes, is_kept)),
+            tuple(shards if kept else 1 for shards, kept in zip(self.shards_per_dim, is_kept)),
+            self.fallbacks,
+        )
 
     def __str__(self) -> str:
         texts = (f"({', '.join(axes)})" if len(axes) > 1 else "".join(axes) or "None" for axes in self.mesh_axes)

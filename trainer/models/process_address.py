@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.models.coordinator_address import coordinator_address, join_host_port
 from trainer.models.errors import usage_error
-from trainer.models.launchers import LaunchedProcess, detect_launcher, launcher_variables, pod_process
+from trainer.models.launchers import LaunchedProcess, detect_launcher, job_name, launcher_variables, pod_process
 
 DEFAULT_PORT = 11111  # of process 0
 SETTINGS = "settings"  # launcher of processes that the keys of `cluster` number
@@ -46,6 +46,8 @@ class ProcessAddress:
         reason: Keys and variables that the values are from.
         host_count: Number of hosts; None if it is unknown.
         host_index: Index of this host; None if it is unknown.
+        job: Name of the job, which processes of other jobs do not have; empty if it is unknown.
+        settings_digest: Digest of the settings that the processes of the job share; empty if it is unknown.
     """
 
     index: int
@@ -56,6 +58,8 @@ class ProcessAddress:
     reason: str = ""
     host_count: int | None = None
     host_index: int | None = None
+    job: str = ""
+    settings_digest: str = ""
 
 
 def process_address(settings: ProcessSettings, environ: Mapping[str, str]) -> ProcessAddress | None:
@@ -89,6 +93,7 @@ def process_address(settings: ProcessSettings, environ: Mapping[str, str]) -> Pr
         reason=", ".join(sources),
         host_count=process.host_count,
         host_index=process.host_index,
+        job=job_name(process.launcher, environ),
     )
 
 

@@ -229,6 +229,28 @@ def _candidate_plans(leaf: ShardedLeaf, unit: Sequence[int]) -> Iterator[ReadPla
         outer.append(dim)
 
 
+def aligned_slabs(box: Box, unit: Sequence[int], max_volume: int) -> Iterator[Box]:
+    """Split a box of a leaf into slabs that begin and end with a unit, except at the edges of the box.
+
+    Args:
+        box: The box.
+        unit: Shape of the boxes of the leaf that are read together.
+        max_volume: Maximum number of elements of a slab with several units.
+
+    Yields:
+        Boxes that cover the box, each element once, in the order of their elements.
+    """
+    lengths = list(unit)
+    for dim, (low, high) in reversed(list(enumerate(box))):
+        num_units = max_volume // max(1, math.prod(lengths))
+        lengths[dim] *= max(1, min(num_units, -(-high // unit[dim]) - low // unit[dim]))
+    starts = [range(low // step * step, high, step) for (low, high), step in zip(box, lengths)]
+    for corner in itertools.product(*starts):
+        yield tuple(
+            (max(low, start), min(high, start + step)) for start, step, (low, high) in zip(corner, lengths, box)
+        )
+
+
 def read_ratio(boxes_by_process: Mapping[int, Iterable[Box]], shape: Sequence[int], unit: Sequence[int]) -> float:
     """Return the elements that all processes read, divided by the elements of the leaf, if each reads its own boxes.
 

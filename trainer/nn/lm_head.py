@@ -9,6 +9,7 @@ Axes: B rows of the batch, T tokens, C tokens of a chunk, D model width, V vocab
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ from jax import Array, lax
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_SOFTCAP
 from trainer.models.chunk_sizes import chunk_length
+from trainer.models.errors import PrepError
 from trainer.nn.token_axis import join_chunks, pad_tokens, split_chunks
 
 MASKED_LOGIT = -1e30
+TokenFunction = Callable[[Array, Array], Array]  # (logits [B, C, V], targets [B, C]) -> values [B, C]
+TokenMetrics = Callable[[Array, Array], Mapping[str, Array]]
 
 
 class LossSums(NamedTuple):
@@ -46,10 +50,12 @@ class LossTerms(NamedTuple):
             arXiv:2204.02311, section 5).
         label_smoothing: Share of the target distribution that is uniform over the true vocabulary, in [0, 1)
             (arXiv:1512.00567, section 7).
+        token_loss: Computes the loss of each token in place of the cross entropy, from logits without padding.
     """
 
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    token_loss: TokenFunction | None = None
 
 
 NO_LOSS_TERMS = LossTerms()
@@ -118,6 +124,47 @@ def loss_sums(
     Returns:
         float32 sums over all tokens. Their gradients have the dtypes of `hidden`, `weight` and `bias`.
     """
+    head, (hidden, targets, token_weights) = _pad_to_chunks(hidden, targets, token_weights, head)
+    loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
+    return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
+
+
+def metric_sums(
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    token_weights: Array,
+    head: LMHead,
+    bias: Array | None = None,
+    *,
+    metric_fn: TokenMetrics,
+) -> dict[str, Array]:
+    """Compute weighted sums of values of tokens in chunks of tokens, without gradients.
+
+    Args:
+        hidden: Hidden states [B, T, D].
+        weight: Weight of the head [V, D].
+        targets: int32 [B, T].
+        token_weights: Weight of each token [B, T], 0 to ignore it.
+        head: Static options.
+        bias: Bias of the head [V].
+        metric_fn: Computes the values of each token by name, from logits without padding.
+
+    Returns:
+        float32 sums over all tokens, by name.
+    """
+    head, arrays = _pad_to_chunks(hidden, targets, token_weights, head)
+
+    def sum_chunk(chunk: _Chunk) -> dict[str, Array]:
+        logits = project_logits(chunk[0], weight, head, bias)[..., : head.true_vocab_size]
+        values = metric_fn(logits, chunk[1])
+        return {name: _weighted_sum(value, chunk, f"`metric_fn` {name!r:.60}") for name, value in values.items()}
+
+    return {name: sums.sum() for name, sums in lax.map(sum_chunk, _chunk_inputs(*arrays, head)).items()}
+
+
+def _pad_to_chunks(hidden: Array, targets: Array, token_weights: Array, head: LMHead) -> tuple[LMHead, _Chunk]:
+    """Pad the tokens to whole chunks, and clear those of weight 0; return the head with the length of a chunk."""
     token_weights = token_weights.astype(jnp.float32)
     is_counted = token_weights > 0
     targets = jnp.where(is_counted, targets, 0)
@@ -125,12 +172,11 @@ def loss_sums(
     num_shards = head.num_token_shards
     length = hidden.shape[1] // num_shards
     chunk_size = chunk_length(head.chunk_size, length)
-    arrays = (hidden, targets, token_weights)
-    padded = (pad_tokens(array, -length % chunk_size, num_shards=num_shards) for array in arrays)
-    hidden, targets, token_weights = padded
-    head = head._replace(chunk_size=chunk_size)
-    loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
-    return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
+
+    def pad(array: Array) -> Array:
+        return pad_tokens(array, -length % chunk_size, num_shards=num_shards)
+
+    return head._replace(chunk_size=chunk_size), (pad(hidden), pad(targets), pad(token_weights))
 
 
 _Sums = tuple[Array, Array]  # loss and correct
@@ -164,8 +210,11 @@ def _chunked_loss_fwd(
         x = chunk[0]
         linear_logits = _linear_logits(x, weight, head, bias)
         logits = _softcap_and_mask(linear_logits, head)
-        sums, log_z = _chunk_sums(logits, chunk, head)
-        dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
+        if head.loss_terms.token_loss is None:
+            sums, log_z = _chunk_sums(logits, chunk, head)
+            dlogits = _logit_gradients(logits, linear_logits, log_z, chunk, head)
+        else:
+            sums, dlogits = _token_loss_gradients(linear_logits, chunk, head)
         dbias = None if dbias is None else dbias + dlogits.sum((0, 1))
         dlogits = dlogits.astype(x.dtype)
         dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
@@ -203,8 +252,16 @@ def _zero_sums() -> _Sums:
 
 def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Array]:
     """Compute the sums of a chunk from its logits [B, C, V], and log_z [B, C], the logarithm of the softmax sum."""
-    _, target, token_weight = chunk
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    if (token_loss := head.loss_terms.token_loss) is None:
+        losses = _cross_entropy(logits, log_z, chunk[1], head)
+    else:
+        losses = token_loss(logits[..., : head.true_vocab_size], chunk[1])
+    return (_weighted_sum(losses, chunk, "`loss_fn`"), _correct_sum(logits, chunk)), log_z
+
+
+def _cross_entropy(logits: Array, log_z: Array, target: Array, head: LMHead) -> Array:
+    """Compute the cross entropy of each token with the other terms of its loss, [B, C]."""
     # a masked sum instead of a gather, because the mesh may split the vocabulary
     token_loss = log_z - jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     if (smoothing := head.loss_terms.label_smoothing) > 0:
@@ -212,10 +269,34 @@ def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Arra
         token_loss = (1 - smoothing) * token_loss + smoothing * uniform_loss
     if head.loss_terms.z_loss > 0:
         token_loss = token_loss + head.loss_terms.z_loss * jnp.square(log_z)
-    is_counted = token_weight > 0  # select with `where`: the loss of a token of weight 0 may be inf
-    loss = jnp.where(is_counted, token_weight * token_loss, 0.0).sum()
-    correct = jnp.where(is_counted & (_argmax(logits) == target), token_weight, 0.0).sum()
-    return (loss, correct), log_z
+    return token_loss
+
+
+def _correct_sum(logits: Array, chunk: _Chunk) -> Array:
+    """Sum the weights of the tokens whose most likely token is the target."""
+    _, target, token_weight = chunk
+    return jnp.where((token_weight > 0) & (_argmax(logits) == target), token_weight, 0.0).sum()
+
+
+def _weighted_sum(values: Array, chunk: _Chunk, function: str) -> Array:
+    """Sum the values of tokens by their weights; raise PrepError if the function returned another shape."""
+    token_weight = chunk[2]
+    if jnp.shape(values) != token_weight.shape:
+        why = f"it has shape {list(jnp.shape(values))}, not that of the targets, {list(token_weight.shape)}"
+        raise PrepError(f"{function} did not return a value for each token", why)
+    # select with `where`: the value of a token of weight 0 may be inf
+    return jnp.where(token_weight > 0, token_weight * values, 0.0).sum()
+
+
+def _token_loss_gradients(linear_logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Array]:
+    """Compute the sums of a chunk with a function of tokens as its loss, and the gradient by the linear logits."""
+
+    def chunk_loss(linear_logits: Array) -> tuple[Array, _Sums]:
+        sums, _ = _chunk_sums(_softcap_and_mask(linear_logits, head), chunk, head)
+        return sums[0], sums
+
+    _, pullback, sums = jax.vjp(chunk_loss, linear_logits, has_aux=True)
+    return sums, jnp.where(chunk[2][..., None] > 0, pullback(jnp.ones(()))[0], 0.0)
 
 
 def _argmax(logits: Array) -> Array:

@@ -15,6 +15,7 @@ from trainer.recipe import BatchShape, Recipe
 KEY, SHARDS_KEY = "train.reduction", "train.reduction_shards"
 DEFAULT_SHARDS = 8
 KERNELS = ("reference", "blockwise")  # that compute equal shapes with equal results in every program
+ELEMENTWISE_OPTIMIZERS = ("adamw", "lion", "sgd")  # update each element by itself
 USE_FAST = f"`--set {KEY}=fast`"
 
 
@@ -50,7 +51,7 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
 
 
 def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) -> int:
-    """Return the sequences that a device computes at the same time.
+    """Return the sequences computed by a device at the same time.
 
     Args:
         shape: The shape of a batch.
@@ -80,6 +81,10 @@ def _check_options(recipe: Recipe) -> None:
     if recipe.model.offload != OFFLOAD_NONE:
         what = f"`{KEY}` is exact, and `model.offload` is {recipe.model.offload}"
         raise usage_error(what, "both together are not supported", f"`--set model.offload=none` or {USE_FAST}")
+    if recipe.optimizer.type not in ELEMENTWISE_OPTIMIZERS:
+        what = f"`{KEY}` is exact, and `optimizer.type` is {recipe.optimizer.type}"
+        why = f"it sums over parameters in the order of the mesh; {', '.join(ELEMENTWISE_OPTIMIZERS)} do not"
+        raise usage_error(what, why, f"`--set optimizer.type=adamw` or {USE_FAST}")
 
 
 def _check_mesh(mesh: Mesh, rules: Rules) -> None:

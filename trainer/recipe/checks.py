@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 from trainer.models import mesh
 from trainer.models.attention_kernels import check_saved_scores
 from trainer.models.dropout_config import DROPOUT_KEY, FCM_KEY, check_dropout_table, check_fcm_ratio
-from trainer.models.errors import PrepError
+from trainer.models.leaf_patterns import PATTERN_KEYS, check_expressions
 from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
+from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, parse_sources, source_data
+from trainer.recipe.field_checks import field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
+from trainer.recipe.lora_table import Lora
+from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
-from trainer.recipe.text_fields import DEFAULT_FIELDS, parse_fields
 
 # Steps and lengths are int32 on devices, and the optimizer's numbers are float32.
 MAX_INT32, MAX_FLOAT32 = 2**31 - 1, 3.4e38
@@ -26,43 +28,28 @@ INT32_KEYS = (
     *("train.steps", "train.max_skipped", "data.seq_length", "data.source_length", "model.max_position_embeddings"),
     *(f"model.{name}_chunk_size" for name in ("head", "ffn", "q", "k")),
 )
-SOURCE_KEYS = ("data.source_length", "data.source_prefix")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A conflict of keys, or a value out of range.
-
-    Attributes:
-        keys: Keys at fault; the error is reported at the first key set by the user.
-        what: What is wrong.
-        why: The values that cause it.
-        hint: How to fix it.
-    """
-
-    keys: tuple[str, ...]
-    what: str
-    why: str
-    hint: str
 
 
 def find_problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of a recipe whose keys have valid types."""
-    yield from _problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
-    yield from _problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
-    yield from _problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
-    yield from _problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
+    yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
+    yield from problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
+    yield from problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)
     yield from _dropout_problems(recipe)
-    yield from _field_problems(recipe)
-    yield from _source_problems(recipe)
+    yield from _lora_problems(recipe)
+    yield from _dataset_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
     yield from _schedule_problems(recipe)
+    yield from _loss_scale_problems(recipe)
+    for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
+        yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
 
 
 def _check_dcn_mesh(recipe: Recipe) -> None:
@@ -83,13 +70,6 @@ def _overflow_problems(recipe: Recipe) -> Iterator[Problem]:
         if value > maximum:
             why, hint = f"out of range: the maximum is {maximum:,}", f"`{key} = {example_value(KEY_SCHEMAS[key])}`"
             yield Problem((key,), f"`{key}` is {format_value(value)}", why, hint)
-
-
-def _problem_if_raised(check: Callable[[], object], *keys: str) -> Iterator[Problem]:
-    try:
-        check()
-    except PrepError as error:
-        yield Problem(keys, error.what, error.why, error.hint)
 
 
 def _start_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -120,14 +100,14 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     check_policy = partial(check_remat, model.remat_policy, model.offload, ffn_chunk_size=model.ffn_chunk_size)
     check_kernel = partial(check_saved_scores, model.remat_policy, model.attention_kernel)
     for check in (check_policy, check_kernel):
-        yield from _problem_if_raised(check, "model.remat_policy", "model.offload")
+        yield from problem_if_raised(check, "model.remat_policy", "model.offload")
 
 
 def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
     scaling, theta = recipe.model.rope_scaling, recipe.model.rope_theta
     if scaling is None:
         return
-    yield from _problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
+    yield from problem_if_raised(lambda: check_rope_scaling(scaling), SCALING_KEY)
     if theta is not None and "rope_theta" in scaling:
         what = f"`{THETA_KEY}` is {format_value(theta)}, and `{SCALING_KEY}` has a `rope_theta`"
         yield Problem((THETA_KEY,), what, "both set the base of the rotary frequencies", "remove one of them")
@@ -136,37 +116,53 @@ def _rope_problems(recipe: Recipe) -> Iterator[Problem]:
 def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
     dropout, fcm_ratio = recipe.model.dropout, recipe.model.fcm_ratio
     if isinstance(dropout, dict):
-        yield from _problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
-    yield from _problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
+        yield from problem_if_raised(lambda: check_dropout_table(dropout), DROPOUT_KEY)
+    yield from problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
 
 
-def _field_problems(recipe: Recipe) -> Iterator[Problem]:
-    key, data_type = "data.fields", recipe.data.type
-    if data_type not in DEFAULT_FIELDS and recipe.data.fields is not None:
-        what = f"`{key}` is {format_value(recipe.data.fields)}"
-        why = f"it names a column of json objects, but `data.type` is {data_type}"
-        yield Problem((key,), what, why, '`type = "json"`')
-        return
-    yield from _problem_if_raised(lambda: parse_fields(recipe.data.fields or ""), key)
+def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of adapters that another key determines, or that have no effect without adapters."""
+    lora, default = recipe.lora, Lora()
+    settings = {key: getattr(lora, key) != getattr(default, key) for key in ("rank", "alpha", "targets", "use_rslora")}
+    for key, is_set in settings.items():
+        if lora.path is not None and is_set:
+            why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
+            yield Problem((f"lora.{key}",), f"`lora.{key}` is {format_value(getattr(lora, key))}", why, "remove it")
+    if lora.is_enabled and recipe.model.is_random:
+        why = "adapters are trained for a checkpoint, and `model.init` is random"
+        yield Problem(
+            ("lora.rank", "lora.path"), "`lora` needs a checkpoint", why, "remove [lora], or set `model.path`"
+        )
+    changed = [key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)]
+    if not lora.is_enabled and changed:
+        what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"
+        yield Problem((f"lora.{changed[0]}",), what, "there are no adapters: `lora.rank` is 0", "`rank = 16` in [lora]")
 
 
-def _source_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Yield a source without a length, and source keys without a source."""
+def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the fields of each dataset and of `data.sources`, and keys of one dataset beside it."""
     data = recipe.data
-    try:
-        has_source = data.type in DEFAULT_FIELDS and bool(parse_fields(data.fields or "").source)
-    except PrepError:
-        return  # reported by _field_problems
-    if has_source:
-        if data.source_length is None:
-            why = f"`data.fields` has a source: {format_value(data.fields)}"
-            hint = "`source_length = 512` in [data]"
-            yield Problem(("data.fields",), "`data.source_length` is missing", why, hint)
+    if data.sources is None:
+        yield from field_problems(recipe)
         return
-    for key in SOURCE_KEYS:
+    problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
+    yield from problems or _source_field_problems(recipe)
+    for key in ("data.path", "data.eval_path", "data.eval_split", "data.config", "data.split", "data.revision"):
         if value_of(recipe, key) is not None:
-            what, why = f"`{key}` is {format_value(value_of(recipe, key))}", "`data.fields` has no source in brackets"
-            yield Problem((key,), what, why, '`fields = "[article], summary"`')
+            why = f"`{SOURCES_KEY}` names the datasets"
+            hint = f"`{key.removeprefix('data.')}` in the tables of `{SOURCES_KEY}`, or no tables"
+            yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, hint)
+    if data.holdout and any({*EVAL_KEYS} & {*table} for table in data.sources):
+        what = f"`data.holdout` is {data.holdout:g}, and tables of `{SOURCES_KEY}` have evaluation data of their own"
+        yield Problem(("data.holdout",), what, "both set the evaluation data", "remove one of them")
+
+
+def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the fields of each source."""
+    for source in parse_sources(recipe.data):
+        part = recipe.model_copy(update={"data": source_data(recipe.data, source)})
+        for problem in field_problems(part):
+            yield Problem((SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint)
 
 
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -193,12 +189,15 @@ def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
-    if data.holdout and data.eval_path:
-        yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "both set the evaluation data")
-    for key in ("train.eval_every", "eval.limit"):
-        if value_of(recipe, key) and not data.holdout and not data.eval_path:
+    for key in ("data.eval_path", "data.eval_split"):
+        if data.holdout and value_of(recipe, key):
+            yield _exclusive_keys(recipe, "data.holdout", key, "both set the evaluation data")
+    has_eval_data = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
+    for key in ("train.eval_every", "eval.limit", "eval.at_start"):
+        if value_of(recipe, key) and not data.holdout and not has_eval_data:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
-            yield Problem((key,), f"`{key}` is {value_of(recipe, key)}", why, "`holdout = 0.05` in [data]")
+            what = f"`{key}` is {format_value(value_of(recipe, key))}"
+            yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -210,7 +209,14 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     # The number of steps of a run by epochs is unknown here: that schedule is checked again when the data is known.
     n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
     if n_steps:
-        yield from _problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
+        yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
+
+
+def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:
+    key, scale = "optimizer.loss_scale", recipe.optimizer.loss_scale
+    if scale is not None and recipe.model.dtype != "float16":
+        what, why = f"`{key}` is {format_value(scale)}", f"`model.dtype` is {recipe.model.dtype}, which needs none"
+        yield Problem((key,), what, why, '`dtype = "float16"` in [model]')
 
 
 def _exclusive_keys(recipe: Recipe, first: str, second: str, why: str) -> Problem:

@@ -17,6 +17,8 @@ VALUE_SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "float16": ("fp16", "half"),
     "nothing_saveable": ("full",),
     "dots_with_no_batch_dims_saveable": ("minimal", "selective"),
+    "wsd": ("warmup_stable_decay",),
+    "rsqrt": ("inverse_sqrt",),
     "constant": ("constant_with_warmup",),
     "cosine": ("cosine_with_warmup", "cosine_decay"),
     "linear": ("linear_with_warmup", "linear_decay"),

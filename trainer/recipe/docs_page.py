@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
 from trainer.recipe.synonyms import SYNONYMS
-from trainer.recipe.tables import KEY_SCHEMAS, schema, table_members
+from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
 
 INTRO = """\
 # Recipes
@@ -53,10 +54,41 @@ The sizes change results by rounding only. `prep plan` assumes accelerators.
 
 ## The learning rate
 
-The learning rate rises linearly from 0 for `warmup_steps`, then decays to `end_lr`, which it reaches at step
-`decay_steps`, and stays there. Steps count from 0 and include warm-up. With `schedule = "constant"` it stays at `lr`,
-and `end_lr` and `decay_steps` have no effect.
+The learning rate rises linearly from `init_lr` for `warmup_steps`, then decays to `end_lr`, which it reaches at step
+`decay_steps`, and stays there. Steps count from 0 and include warm-up.
 
+| `schedule` | after warm-up |
+|---|---|
+| `linear`, `cosine` | decays to `end_lr` |
+| `constant` | stays at `lr`; `end_lr` and `decay_steps` have no effect |
+| `wsd` | stays at `lr`, then decays linearly to `end_lr` in the last `cooldown_steps` before `decay_steps` |
+| `rsqrt` | `lr` * sqrt(`warmup_steps` / step); `end_lr` and `decay_steps` have no effect |
+
+With `rsqrt`, `init_lr = lr` keeps the rate constant in warm-up, as T5 does.
+"""
+
+OPTIMIZERS = """
+## Optimizers
+
+All optimizers have decoupled weight decay, clipping, frozen leaves and moving averages. A key of another optimizer is
+an unknown key. Means and root mean squares are those of the matrices of each layer, whether layers are stacked or not.
+
+- `adafactor` without factors, with `momentum = 0.9` and `clip_threshold = 0`, is the AdamW of llamabpt with
+  `multiply_by_parameter_scale`.
+- `muon` updates the matrices of layers. Embeddings, the head, norms and biases have AdamW with `b1`, `b2` and `eps`.
+- `palm` has the settings of llamabpt. Its `lr` is relative to 0.01: with `rsqrt` the learning rate is
+  lr / 0.01 / sqrt(max(step, warmup_steps)). The weight decay of a step is weight_decay / 1e-4 times the square of the
+  learning rate.
+
+Frozen leaves have no gradients and no optimizer state. The moving average of `ema` is `opt_state.ema` in a checkpoint;
+it is resumed and resharded, and neither evaluation nor `prep export` uses it. `train.reduction = "exact"` supports
+`adamw`, `lion` and `sgd`.
+
+| type | keys besides those of all | other defaults |
+|---|---|---|
+"""
+
+NAMES = """
 ## Names from other trainers
 
 An unknown key or option that another trainer uses is an error whose hint names the recipe key and its value.
@@ -78,8 +110,38 @@ def render_page() -> str:
             description = _table_description(recipe_schema, table) if table else recipe_schema["description"]
             parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
             current_table = table
-        parts.append(_key_row(key, name))
-    return "".join([*parts, OUTRO, *map(_synonym_row, SYNONYMS.items())])
+        parts.append(_key_row(name, KEY_SCHEMAS[key]))
+    optimizers = [OPTIMIZERS, *_optimizer_rows()]
+    synonyms = [NAMES, *map(_synonym_row, SYNONYMS.items())]
+    return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
+
+
+def _optimizer_rows() -> Iterator[str]:
+    """Yield for each optimizer a row with its keys, and with its defaults that differ from those above."""
+    common = set.intersection(*map(set, OPTIMIZER_SCHEMAS.values()))
+    for name, schemas in OPTIMIZER_SCHEMAS.items():
+        keys = ", ".join(f"`{key} = {_default(item)}`" for key, item in schemas.items() if key not in common)
+        differing = (
+            f"`{key} = {_default(item)}`"
+            for key, item in schemas.items()
+            if key in common - {"type"} and _default(item) != _default(KEY_SCHEMAS[f"optimizer.{key}"])
+        )
+        yield f"| `{name}` | {keys} | {', '.join(differing)} |\n"
+
+
+def _default(key_schema: Mapping[str, Any]) -> str:
+    """Return the default of a key, or the meaning of its absence."""
+    if "absent" in key_schema:
+        return str(key_schema["absent"])
+    return to_toml(key_schema["default"]) if "default" in key_schema else "required"
+
+
+def _sources_section() -> Iterator[str]:
+    """Yield the section about the tables of `data.sources`."""
+    yield f"\n## `[[{SOURCES_KEY}]]`\n\n{DataSource.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    for name, key_schema in SOURCE_SCHEMAS.items():
+        default = key_schema.get("absent") or ("that of `[data]`" if "default" in key_schema else "required")
+        yield f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:
@@ -92,11 +154,10 @@ def _synonym_row(entry: tuple[str, tuple[str, ...]]) -> str:
     return f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |\n"
 
 
-def _key_row(key: str, name: str) -> str:
-    key_schema = KEY_SCHEMAS[key]
-    default = f"`{to_toml(key_schema['default'])}`" if "default" in key_schema else "required"
-    default = key_schema.get("absent") or default
-    return f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
+def _key_row(name: str, key_schema: Mapping[str, Any]) -> str:
+    default = _default(key_schema)
+    shown = default if "absent" in key_schema or "default" not in key_schema else f"`{default}`"
+    return f"| `{name}` | {describe_type(key_schema)} | {shown} | {key_schema['description']} |\n"
 
 
 if __name__ == "__main__":

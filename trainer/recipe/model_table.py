@@ -55,9 +55,9 @@ class Model(BaseModel):
         examples=[{"num_hidden_layers": 4}],
         json_schema_extra=if_absent("no changes"),
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="dtype of the computation; parameters and moments stay float32",
+        description="dtype of the computation; parameters stay float32; float16 has `optimizer.loss_scale`",
         examples=["bfloat16"],
     )
     scan_layers: bool = Field(

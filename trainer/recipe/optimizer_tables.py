@@ -15,6 +15,7 @@ from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
     NonNegativeInt,
+    Patterns,
     PositiveFloat,
     PositiveInt,
     UnitInterval,
@@ -22,23 +23,47 @@ from trainer.recipe.key_types import (
 )
 
 DEFAULT_OPTIMIZER = "adamw"
+PALM_WARMUP_STEPS = 10_000
+PALM_REFERENCE_LR = 0.01  # the `lr` of palm at which its learning rate is 1 / sqrt(step)
+
+ClipNorm = Annotated[
+    NonNegativeFloat, Field(description="maximum global norm of the gradients; 0: no clipping", examples=[1.0])
+]
+FirstDecay = Annotated[UnitInterval, Field(description="decay rate of the first moment", examples=[0.9])]
+SecondDecay = Annotated[UnitInterval, Field(description="decay rate of the second moment", examples=[0.95])]
+Epsilon = Annotated[PositiveFloat, Field(description="added to the square root of the second moment", examples=[1e-8])]
+Momentum = Annotated[UnitInterval, Field(description="decay rate of the momentum; 0: none", examples=[0.9])]
+Nesterov = Annotated[bool, Field(description="Nesterov's momentum", examples=[True])]
+SecondMomentPower = Annotated[
+    UnitInterval, Field(description="power r of the decay rate 1 - step^-r of the second moment", examples=[0.8])
+]
+ScaleByParameter = Annotated[
+    bool,
+    Field(description="multiply updates by the root mean square of the parameter, layer by layer", examples=[True]),
+]
 
 
 class OptimizerTable(BaseModel):
-    """The learning rate schedule: the keys that all optimizers have."""
+    """The learning rate schedule, weight decay and state: the keys that all optimizers have."""
 
     model_config = STRICT
 
     lr: PositiveFloat = Field(description="peak learning rate, reached after warm-up", examples=[2e-5])
+    init_lr: NonNegativeFloat = Field(
+        default=0.0, description="learning rate of the first step of warm-up", examples=[1e-6]
+    )
     end_lr: NonNegativeFloat = Field(
         default=0.0, description="learning rate at the end of the decay; not used by constant", examples=[2e-6]
     )
-    schedule: Literal["linear", "cosine", "constant"] = Field(
-        default="linear", description="shape of the learning rate decay", examples=["cosine"]
+    schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
+        default="linear",
+        description="shape of the learning rate decay; wsd: constant, then linear in the last `cooldown_steps`; rsqrt: "
+        "with the inverse square root of the step",
+        examples=["cosine"],
     )
     warmup_steps: NonNegativeInt | None = Field(
         default=None,
-        description="steps in which the learning rate rises from 0",
+        description="steps in which the learning rate rises from `init_lr`",
         examples=[100],
         json_schema_extra=if_absent("from `warmup_ratio`, or 0"),
     )
@@ -54,12 +79,12 @@ class OptimizerTable(BaseModel):
         examples=[10000],
         json_schema_extra=if_absent("the run's steps"),
     )
-
-
-class AdamWTable(OptimizerTable):
-    """Adam with decoupled weight decay."""
-
-    type: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay")
+    cooldown_steps: PositiveInt | None = Field(
+        default=None,
+        description="steps of the decay of wsd, which ends at `decay_steps`",
+        examples=[1000],
+        json_schema_extra=if_absent("a tenth of the steps, for wsd"),
+    )
     weight_decay: NonNegativeFloat = Field(
         default=0.0,
         description="weight decay, multiplied by the learning rate; not applied to biases and norms",
@@ -68,23 +93,156 @@ class AdamWTable(OptimizerTable):
     decay_embeddings: bool = Field(
         default=True, description="apply weight decay to embeddings as well", examples=[False]
     )
-    b1: UnitInterval = Field(default=0.9, description="decay rate of the first moment", examples=[0.9])
-    b2: UnitInterval = Field(default=0.999, description="decay rate of the second moment", examples=[0.95])
-    eps: PositiveFloat = Field(
-        default=1e-8, description="added to the square root of the second moment", examples=[1e-8]
+    decay_exclude: Patterns = Field(
+        default=(),
+        description="leaves without weight decay besides biases and norms: a path such as `layers.attn.o.weight`, or "
+        "`re:` and a regular expression that is searched in paths without layer numbers",
+        examples=[["re:relative_positions"]],
     )
-    clip_norm: NonNegativeFloat = Field(
-        default=1.0, description="maximum global norm of the gradients; 0: no clipping", examples=[1.0]
+    decay_include: Patterns = Field(
+        default=(),
+        description="biases, norms and other leaves that have weight decay as well, in the notation of "
+        "`decay_exclude`, which has priority; `re:.`: all",
+        examples=[["re:norm"]],
+    )
+    freeze: Patterns = Field(
+        default=(),
+        description="leaves that are not trained, in the notation of `decay_exclude`; they have no optimizer state",
+        examples=[["embed.tokens", "re:norm"]],
+    )
+    moment_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of the moments between steps; bfloat16: half the memory, rounded stochastically by `seed`, "
+        "step and element",
+        examples=["bfloat16"],
+    )
+    ema: UnitInterval = Field(
+        default=0.0,
+        description="decay rate of an exponential moving average of the parameters, in the optimizer state; 0: none",
+        examples=[0.999],
+    )
+    loss_scale: PositiveFloat | Literal["dynamic"] | None = Field(
+        default=None,
+        description="factor of the loss for gradients in float16; dynamic: halved after a step that overflows, which "
+        "is skipped, and doubled after 2,000 steps without one",
+        examples=[1024.0],
+        json_schema_extra=if_absent("dynamic for float16, else none"),
     )
 
 
-OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {"adamw": AdamWTable}
+class AdamWTable(OptimizerTable):
+    """Adam with decoupled weight decay."""
+
+    type: Literal["adamw"] = Field(default="adamw", description="Adam with decoupled weight decay")
+    b1: FirstDecay = 0.9
+    b2: SecondDecay = 0.999
+    eps: Epsilon = 1e-8
+    clip_norm: ClipNorm = 1.0
 
 
-def _optimizer_type(value: Any) -> str:
+class AdafactorTable(OptimizerTable):
+    """Adafactor: a second moment of row and column means."""
+
+    type: Literal["adafactor"] = Field(description="second moments of row and column means")
+    clip_norm: ClipNorm = 1.0
+    momentum: Momentum = 0.0
+    decay_rate: SecondMomentPower = 0.8
+    factored: bool = Field(default=True, description="keep row and column means of matrices only", examples=[False])
+    min_factored_size: PositiveInt = Field(
+        default=128, description="smallest dim of a matrix that is factored", examples=[128]
+    )
+    clip_threshold: NonNegativeFloat = Field(
+        default=1.0,
+        description="maximum root mean square of the update of a parameter, layer by layer; 0: no limit",
+        examples=[1.0],
+    )
+    scale_by_parameter: ScaleByParameter = True
+
+
+class LionTable(OptimizerTable):
+    """Lion: the sign of an interpolated momentum."""
+
+    type: Literal["lion"] = Field(description="sign of an interpolated momentum")
+    b1: FirstDecay = 0.9
+    b2: SecondDecay = 0.99
+    clip_norm: ClipNorm = 1.0
+
+
+class MuonTable(OptimizerTable):
+    """Muon: orthogonalized momentum for the matrices of layers, Adam for all other parameters."""
+
+    type: Literal["muon"] = Field(description="orthogonalized momentum for matrices of layers, AdamW for all others")
+    b1: FirstDecay = 0.9
+    b2: SecondDecay = 0.95
+    eps: Epsilon = 1e-8
+    clip_norm: ClipNorm = 1.0
+    momentum: Momentum = 0.95
+    nesterov: Nesterov = True
+    newton_schulz_steps: PositiveInt = Field(
+        default=5, description="Newton-Schulz iterations of the orthogonalization", examples=[5]
+    )
+    update_rms: NonNegativeFloat = Field(
+        default=0.2,
+        description="root mean square of the updates of matrices, 0.2 for the `lr` of AdamW; 0: scale by "
+        "sqrt(max(1, rows / columns)) instead",
+        examples=[0.2],
+    )
+
+
+class SGDTable(OptimizerTable):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = Field(description="gradient descent with momentum")
+    clip_norm: ClipNorm = 1.0
+    momentum: Momentum = 0.9
+    nesterov: Nesterov = False
+
+
+class PalmTable(OptimizerTable):
+    """Adafactor without factors, with the rates and the weight decay of PaLM.
+
+    With `schedule = "rsqrt"`, `lr` is relative to 0.01: the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)).
+    The weight decay of a step is weight_decay / 1e-4 times the square of the learning rate.
+    """
+
+    type: Literal["palm"] = Field(description="unfactored Adafactor with momentum, rates and decay of PaLM")
+    lr: PositiveFloat = Field(default=PALM_REFERENCE_LR, description="learning rate, relative to 0.01")
+    schedule: Literal["linear", "cosine", "constant", "wsd", "rsqrt"] = Field(
+        default="rsqrt", description="shape of the learning rate decay"
+    )
+    warmup_steps: NonNegativeInt | None = Field(
+        default=None,
+        description="steps with the first learning rate",
+        json_schema_extra=if_absent(f"from `warmup_ratio`, or {PALM_WARMUP_STEPS}"),
+    )
+    weight_decay: NonNegativeFloat = Field(default=1e-4, description="weight decay, relative to 1e-4")
+    clip_norm: ClipNorm = 1.0
+    momentum: Momentum = 0.9
+    decay_rate: SecondMomentPower = 0.99
+
+
+OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {
+    "adamw": AdamWTable,
+    "adafactor": AdafactorTable,
+    "lion": LionTable,
+    "muon": MuonTable,
+    "sgd": SGDTable,
+    "palm": PalmTable,
+}
+
+
+def optimizer_type(value: Any) -> str:
     """Return the type of an `[optimizer]` table; the default if it is absent or unknown, which validation reports."""
     name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     return name if isinstance(name, str) and name in OPTIMIZER_TABLES else DEFAULT_OPTIMIZER
 
 
-AnyOptimizerTable = Annotated[Annotated[AdamWTable, Tag("adamw")], Discriminator(_optimizer_type)]
+AnyOptimizerTable = Annotated[
+    Annotated[AdamWTable, Tag("adamw")]
+    | Annotated[AdafactorTable, Tag("adafactor")]
+    | Annotated[LionTable, Tag("lion")]
+    | Annotated[MuonTable, Tag("muon")]
+    | Annotated[SGDTable, Tag("sgd")]
+    | Annotated[PalmTable, Tag("palm")],
+    Discriminator(optimizer_type),
+]

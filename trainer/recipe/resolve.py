@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.models.errors import usage_error
-from trainer.recipe.optimizer_tables import OptimizerTable
+from trainer.recipe.optimizer_tables import PALM_WARMUP_STEPS, OptimizerTable, PalmTable
 from trainer.recipe.tables import Batch
+
+OPEN_SCHEDULES = ("constant", "rsqrt")  # that reach no end
+DEFAULT_COOLDOWN = 0.1  # length of the decay of wsd, as a fraction of the steps until its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +87,14 @@ class WarmupDecay:
     """Steps of the learning rate schedule.
 
     Attributes:
-        warmup_steps: Steps in which the learning rate rises from 0 to its peak.
+        warmup_steps: Steps in which the learning rate rises to its peak.
         decay_steps: Step at which the decay ends, counted from 0.
+        cooldown_steps: Steps of the decay of wsd; 0 for other schedules.
     """
 
     warmup_steps: int
     decay_steps: int
+    cooldown_steps: int = 0
 
 
 def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
@@ -102,9 +107,11 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
     Raises:
         UsageError: The decay would end before the warm-up does.
     """
-    warmup_steps = optimizer.warmup_steps or round((optimizer.warmup_ratio or 0.0) * n_steps)
+    warmup_steps = _warmup_steps(optimizer, n_steps)
     decay_steps = optimizer.decay_steps or n_steps
-    if optimizer.schedule != "constant" and decay_steps <= warmup_steps:
+    if optimizer.schedule in OPEN_SCHEDULES:
+        return WarmupDecay(warmup_steps, decay_steps)
+    if decay_steps <= warmup_steps:
         end = f"`optimizer.decay_steps` is {decay_steps}" if optimizer.decay_steps else f"the run has {n_steps} steps"
         key = "warmup_steps" if optimizer.warmup_steps else "warmup_ratio"
         raise usage_error(
@@ -112,4 +119,20 @@ def warmup_decay(optimizer: OptimizerTable, n_steps: int) -> WarmupDecay:
             f"warm-up takes {warmup_steps} steps, and {end}, counted from 0, warm-up included",
             "fewer warm-up steps, or `--set optimizer.schedule=constant`",
         )
-    return WarmupDecay(warmup_steps, decay_steps)
+    if optimizer.schedule != "wsd":
+        return WarmupDecay(warmup_steps, decay_steps)
+    cooldown_steps = optimizer.cooldown_steps or max(1, round(decay_steps * DEFAULT_COOLDOWN))
+    if warmup_steps + cooldown_steps > decay_steps:
+        why = f"warm-up takes {warmup_steps} steps, the decay {cooldown_steps}, which ends at step {decay_steps}"
+        hint = f"`--set optimizer.cooldown_steps={decay_steps - warmup_steps}`"
+        raise usage_error("warm-up and decay of `wsd` overlap", why, hint)
+    return WarmupDecay(warmup_steps, decay_steps, cooldown_steps)
+
+
+def _warmup_steps(optimizer: OptimizerTable, n_steps: int) -> int:
+    """Return the steps of warm-up, from its steps, its ratio, or the default of the optimizer."""
+    if optimizer.warmup_steps is not None:
+        return optimizer.warmup_steps
+    if optimizer.warmup_ratio is not None:
+        return round(optimizer.warmup_ratio * n_steps)
+    return PALM_WARMUP_STEPS if isinstance(optimizer, PalmTable) else 0

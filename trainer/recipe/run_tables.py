@@ -19,12 +19,18 @@ from trainer.recipe.key_types import (
 
 
 class Eval(BaseModel):
-    """The amount of data that an evaluation uses."""
+    """The amount of data that an evaluation uses, and whether there is one before the first step."""
 
     model_config = STRICT
 
     limit: NonNegativeInt = Field(
         default=0, description="sequences to evaluate on; 0: all evaluation data", examples=[256]
+    )
+    at_start: bool | None = Field(
+        default=None,
+        description="evaluate before the first step of the run",
+        examples=[True],
+        json_schema_extra=if_absent("true if `train.eval_every` is set"),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.recipe.corrections import is_accepted
 from trainer.recipe.formatting import to_toml
-from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, Recipe, key_schemas_of, value_of
 
 COMMENT_COLUMN = 48  # column of the comments, unless a value is longer
 PROCESS_TABLE = "cluster"  # differs between the processes of a run
@@ -24,8 +24,8 @@ def recipe_to_toml(recipe: Recipe, origins: Mapping[str, str]) -> str:
 
 
 def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
-    current_table = ""
-    for key in keys_of(recipe):
+    current_table, schemas = "", key_schemas_of(recipe.optimizer.type)
+    for key in schemas:
         table, _, name = key.rpartition(".")
         if table == PROCESS_TABLE:
             continue
@@ -33,7 +33,7 @@ def _lines(recipe: Recipe, origins: Mapping[str, str]) -> Iterator[str]:
             yield from ("", f"[{table}]")
             current_table = table
         value = value_of(recipe, key)
-        line = f"# {name}: {KEY_SCHEMAS[key]['absent']}" if value is None else f"{name} = {_value_text(key, value)}"
+        line = f"# {name}: {schemas[key]['absent']}" if value is None else f"{name} = {_value_text(key, value)}"
         yield f"{line:<{COMMENT_COLUMN}}# {origins[key]}" if key in origins else line
 
 

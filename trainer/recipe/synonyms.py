@@ -26,8 +26,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "hf_assets_path", "model_path", "init_ckpt_dir", "model.name",
     ),
     "model.dtype": (
-        "bf16", "bfloat16", "use_bf16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision", "precision",
-        "mixed_precision_param",
+        "bf16", "bfloat16", "use_bf16", "fp16", "float16", "dtype", "torch_dtype", "compute_dtype",
+        "mixed_precision", "precision", "mixed_precision_param",
     ),
     "model.scan_layers": ("scan", "use_scan", "scan_blocks", "param_scan"),
     "model.remat_policy": (
@@ -54,10 +54,20 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
         "data_path", "data_dir", "train_dataset", "train_dataset.path", "files",
     ),
+    "data.config": ("dataset_config_name", "dataset_config", "dataset_subset"),
+    "data.split": ("dataset_split", "train_split", "train_split_name", "dataset_train_split"),
+    "data.eval_split": ("eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split"),
+    "data.revision": ("dataset_revision",),
+    "data.sources": ("datasets", "dataset_mixer", "data_mix", "mixture", "dataset_weights"),
+    "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
     "data.fields": (
-        "fields_from_example", "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key",
+        "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key",
         "text_column_names", "fields", "column",
     ),
+    "data.format": ("dataset_format", "chat_template", "prompt_format"),
+    "data.add_bos": ("add_bos_token", "prepend_bos"),
+    "data.add_eos": ("add_eos_token", "append_eos", "append_concat_token"),
+    "data.max_examples": ("max_train_samples", "max_samples", "num_samples", "limit_examples"),
     "data.source_length": ("max_source_length", "max_src_len", "encoder_max_length", "max_input_length"),
     "data.source_prefix": ("prefix", "task_prefix"),
     "data.tokenizer": ("tokenizer_name", "tokenizer_path", "tokenizer_name_or_path", "vocab_file"),
@@ -65,7 +75,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "block_size", "seq_len", "seq_length", "sequence_length", "max_length", "max_seq_length", "max_seq_len",
         "max_target_length", "max_tgt_len", "context_length", "context_size", "n_ctx", "decoder_max_length",
     ),
-    "data.packing": ("packing_strategy", "group_texts"),
+    "data.packing": ("packing_strategy", "group_texts", "sample_packing", "pack_sequences", "pad_to_max_length"),
+    "data.objective": ("task", "pretraining_objective", "denoising", "mlm"),
+    "data.noise_density": ("mlm_probability", "noise_ratio", "corruption_rate"),
+    "data.mean_noise_span_length": ("mean_span_length", "mean_length_of_spans"),
     "data.holdout": ("validation_split", "validation_split_percentage", "val_split", "test_size", "eval_ratio"),
     "data.eval_path": (
         "validation_file", "validation_files", "eval_file", "eval_data", "eval_dataset", "eval_dataset.path",
@@ -88,7 +101,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     ),
     "optimizer.type": ("optim", "optimizer_name", "optimizer_type", "opt_type", "optimizer.name"),
     "optimizer.lr": (
-        "learning_rate", "lr", "init_lr", "peak_lr", "max_lr", "base_lr", "adam_lr", "learning_rate_init",
+        "learning_rate", "lr", "peak_lr", "max_lr", "base_lr", "adam_lr", "learning_rate_init",
     ),
     "optimizer.end_lr": ("min_lr", "lr_end", "final_lr", "learning_rate_end", "min_learning_rate"),
     "optimizer.schedule": (
@@ -100,8 +113,18 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     ),
     "optimizer.warmup_ratio": ("warmup_rate", "warmup_fraction", "warmup_steps_fraction", "lr_warmup_ratio"),
     "optimizer.decay_steps": ("lr_decay_steps", "lr_decay_iters", "learning_rate_schedule_steps"),
+    "optimizer.cooldown_steps": ("wsd_decay_steps", "num_decay_steps", "lr_cooldown_steps"),
     "optimizer.weight_decay": ("wd", "adam_weight_decay"),
     "optimizer.decay_embeddings": ("weight_decay_embeddings", "decay_embedding"),
+    "optimizer.decay_exclude": ("weight_decay_exclusions", "no_decay", "weight_decay_exclude"),
+    "optimizer.freeze": ("frozen_params", "freeze_params", "frozen_layers", "freeze_layers"),
+    "optimizer.moment_dtype": ("bf16_momentum", "mu_dtype", "momentum_dtype", "bf16_accumulate_momentum"),
+    "optimizer.ema": ("ema_decay", "use_ema", "ema_rate"),
+    "optimizer.loss_scale": ("initial_loss_scale", "init_loss_scale"),
+    "optimizer.momentum": ("sgd_momentum", "muon_momentum", "muon_beta"),
+    "optimizer.newton_schulz_steps": ("ns_steps", "muon_ns_steps"),
+    "optimizer.min_factored_size": ("min_dim_size_to_factor",),
+    "optimizer.scale_by_parameter": ("multiply_by_parameter_scale", "scale_parameter"),
     "optimizer.b1": ("adam_beta1", "beta1", "adam_b1", "beta_1"),
     "optimizer.b2": ("adam_beta2", "beta2", "adam_b2", "beta_2"),
     "optimizer.eps": ("adam_epsilon", "adam_eps", "epsilon"),
@@ -145,8 +168,7 @@ ADVICE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("overwrite_output_dir", "overwrite"), "`prep train RECIPE --restart` starts again from step 0"),
     **dict.fromkeys(
-        ("fp16", "float16", "half_precision_backend", "fp16_opt_level"),
-        'float16 is not supported: `dtype = "bfloat16"` in [model]',
+        ("half_precision_backend", "fp16_opt_level"), '`dtype = "float16"` in [model] computes in float16'
     ),
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "`prep export RUN --push OWNER/NAME` after the run"),
     **dict.fromkeys(
@@ -167,6 +189,10 @@ def _mesh_with_mp(degree: Any) -> str:
 # Functions that translate a value of another trainer, for settings whose values differ
 VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda enabled: "bfloat16" if enabled else "float32"),
+    **dict.fromkeys(("fp16", "float16"), lambda enabled: "float16" if enabled else "float32"),
+    **dict.fromkeys(
+        ("bf16_momentum", "bf16_accumulate_momentum"), lambda enabled: "bfloat16" if enabled else "float32"
+    ),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
         lambda enabled: "nothing_saveable" if enabled else "none",

@@ -10,87 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from trainer.recipe.data_table import Data
 from trainer.recipe.formatting import alternatives
 from trainer.recipe.key_types import (
     STRICT,
     NonNegativeFloat,
     NonNegativeInt,
-    Paths,
-    PathText,
     PositiveFloat,
     PositiveInt,
     RuleTexts,
     UnitInterval,
     if_absent,
 )
+from trainer.recipe.lora_table import Lora
 from trainer.recipe.model_table import Model
-from trainer.recipe.optimizer_tables import AnyOptimizerTable
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AnyOptimizerTable
 from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
-from trainer.recipe.text_fields import DataType
-
-
-class Data(BaseModel):
-    """The training and evaluation data, and how it becomes sequences."""
-
-    model_config = STRICT
-
-    type: DataType = Field(
-        description="text: each file is a document; json: each line is an object with a document", examples=["text"]
-    )
-    path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
-    fields: str | None = Field(
-        default=None,
-        min_length=1,
-        description="column of the text in each json object; for a model with an encoder, a list of columns with the "
-        "source columns in brackets: `[title], [article], summary`",
-        examples=["text"],
-        json_schema_extra=if_absent('"text" for json'),
-    )
-    source_length: Annotated[int, Field(ge=2)] | None = Field(
-        default=None,
-        description="maximum tokens of an encoder source; longer sources are truncated",
-        examples=[512],
-        json_schema_extra=if_absent("no sources"),
-    )
-    source_prefix: str | None = Field(
-        default=None,
-        description="text put before each source",
-        examples=["summarize: "],
-        json_schema_extra=if_absent("no prefix"),
-    )
-    tokenizer: PathText | None = Field(
-        default=None,
-        description="a tokenizer.json, or a folder that contains one",
-        examples=["gpt-neo-1.3B"],
-        json_schema_extra=if_absent("the model's tokenizer"),
-    )
-    seq_length: Annotated[int, Field(ge=2)] = Field(
-        description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
-        examples=[1024],
-    )
-    packing: Literal["concatenate"] = Field(
-        default="concatenate",
-        description="concatenate all documents and cut them into sequences; the remainder is dropped. With an "
-        "encoder, each pair of source and target is a sequence of its own",
-    )
-    holdout: UnitInterval = Field(
-        default=0.0,
-        description="fraction of the sequences, the last ones, used for evaluation instead of training",
-        examples=[0.05],
-    )
-    eval_path: Paths | None = Field(
-        default=None,
-        description="files, folders or globs to evaluate on",
-        examples=["data/validation.txt"],
-        json_schema_extra=if_absent("the sequences of `holdout`"),
-    )
-    cache: PathText | None = Field(
-        default=None,
-        description="folder of the tokenized data",
-        examples=["~/tokens"],
-        json_schema_extra=if_absent("`data` in the run's folder"),
-    )
-    shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
 
 
 class Batch(BaseModel):
@@ -219,6 +154,7 @@ class Recipe(BaseModel):
     data: Data
     batch: Batch
     optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
+    lora: Lora = Lora()
     loss: Loss = Loss()
     train: Train
     eval: Eval = Eval()
@@ -259,9 +195,10 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A key that several members have is described by the first of them.
     """
     types = [member["type"] for member in members]
-    description = "; ".join(type_schema["description"] for type_schema in types)
+    names = [type_schema["const"] for type_schema in types]
+    description = "; ".join(f"{name}: {item['description']}" for name, item in zip(names, types))
     merged: dict[str, Any] = {
-        "type": {"anyOf": types, "default": types[0]["default"], "description": description},
+        "type": {"enum": names, "type": "string", "default": types[0]["default"], "description": description},
     }
     for member in members:
         merged |= {key: leaf_schema for key, leaf_schema in member.items() if key not in merged}
@@ -269,6 +206,10 @@ def merge_members(members: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 KEY_SCHEMAS: Mapping[str, Mapping[str, Any]] = dict(_leaf_schemas(schema()))  # dotted key -> JSON schema
+OPTIMIZER_SCHEMAS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # type -> name of a key -> JSON schema
+    name: {key: KEY_SCHEMAS["optimizer.type"] if key == "type" else item for key, item in member["properties"].items()}
+    for name, member in zip(OPTIMIZER_TABLES, table_members(schema(), "optimizer"), strict=True)
+}
 TABLE_NAMES = tuple(dict.fromkeys(key.partition(".")[0] for key in KEY_SCHEMAS if "." in key))
 
 
@@ -277,13 +218,19 @@ def is_path(key: str) -> bool:
     return any(alternative.get("format") == "path" for alternative in alternatives(KEY_SCHEMAS[key]))
 
 
+def key_schemas_of(optimizer: str) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schema of every dotted key of recipes with an optimizer of this type."""
+    optimizer_schemas = {f"optimizer.{name}": item for name, item in OPTIMIZER_SCHEMAS[optimizer].items()}
+    return {
+        key: optimizer_schemas.get(key, item)
+        for key, item in KEY_SCHEMAS.items()
+        if key in optimizer_schemas or not key.startswith("optimizer.")
+    }
+
+
 def keys_of(recipe: Recipe) -> Iterator[str]:
     """Yield the dotted keys of a recipe, without keys that only other optimizers have."""
-    optimizer_keys = type(recipe.optimizer).model_fields
-    for key in KEY_SCHEMAS:
-        table, _, name = key.rpartition(".")
-        if table != "optimizer" or name in optimizer_keys:
-            yield key
+    yield from key_schemas_of(recipe.optimizer.type)
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 from trainer.recipe.corrections import suggest_value
 from trainer.recipe.formatting import suggest
+from trainer.recipe.optimizer_tables import optimizer_type
 from trainer.recipe.override_values import override_argument
 from trainer.recipe.synonyms import advice_for, key_for_synonym, translate_value
-from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
+from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
 
 
 def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -17,9 +18,21 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
         if name in TABLE_NAMES:
             items = value.items() if isinstance(value, dict) else ()
-            yield from ((f"{name}.{key}", item) for key, item in items if f"{name}.{key}" not in KEY_SCHEMAS)
+            yield from ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
         elif name not in KEY_SCHEMAS or "." in name:  # a quoted key may contain a dot
             yield from _unknown_table_keys(name, value)
+
+
+def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a table has a key; `[optimizer]` has those of its type.
+
+    Args:
+        table: Name of the table.
+        key: Name of the key in it.
+        values: Values of the table.
+    """
+    known = OPTIMIZER_SCHEMAS[optimizer_type(values)] if table == "optimizer" else None
+    return f"{table}.{key}" in KEY_SCHEMAS if known is None else key in known
 
 
 def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -71,6 +84,8 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
     """
     if advice := advice_for(path):
         return advice
+    if path in KEY_SCHEMAS:
+        return _other_optimizers_text(path)
     table = suggest(path, TABLE_NAMES)
     if table and "." not in path and not key_for_synonym(path):
         return f"did you mean `{table}`?"
@@ -111,6 +126,13 @@ def _assignment_text(key: str, text: str, current: str) -> str:
     table, _, name = key.rpartition(".")
     place = "" if table == current else f" in [{table}]" if table else ", above the first table"
     return f"`{name} = {text}`{place}"
+
+
+def _other_optimizers_text(path: str) -> str:
+    """Return a hint for a key that only optimizers of other types have."""
+    name = path.rpartition(".")[2]
+    types = [key for key, names in OPTIMIZER_SCHEMAS.items() if name in names]
+    return f"`{name}` is a key of {' and '.join([', '.join(types[:-1]), types[-1]] if types[1:] else types)}"
 
 
 def _known_keys_text(table: str) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
-import numpy as np
 from jax import Array
 
 from trainer.data.order import eval_batches
@@ -16,10 +15,12 @@ from trainer.data.packing import Dataset
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
+from trainer.nn.lm_head import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
+METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
 EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]
 
@@ -32,11 +33,13 @@ class EvaluationResult:
         mean_loss: Mean cross-entropy of a token; NaN without tokens.
         accuracy: Fraction of the tokens that are predicted correctly; NaN without tokens.
         num_tokens: Number of predicted tokens.
+        metrics: Mean over the tokens of each value that `metric_fn` computes; NaN without tokens.
     """
 
     mean_loss: float
     accuracy: float
     num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -44,9 +47,20 @@ class EvaluationResult:
         return math.exp(min(self.mean_loss, MAX_EXPONENT))
 
 
-def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
-    """Return a function that computes the sums `loss`, `weight` and `correct` of a batch, compiled once per shape."""
-    return jax.jit(lambda params, batch: transformer.loss_sums(params, batch, model, forward_config)._asdict())
+def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig, metric_fn: TokenMetrics | None = None) -> EvalStep:
+    """Return a function that computes the sums `loss`, `weight` and `correct` of a batch, compiled once per shape.
+
+    Args:
+        model: The model.
+        forward_config: Execution options.
+        metric_fn: Computes values of each token by name; their sums have the names with `METRIC_PREFIX`.
+    """
+
+    def sum_batch(params: Tree, batch: TokenBatch) -> dict[str, Array]:
+        sums, metrics = transformer.evaluation_sums(params, batch, model, forward_config, metric_fn)
+        return {**sums._asdict(), **{f"{METRIC_PREFIX}{name}": value for name, value in metrics.items()}}
+
+    return jax.jit(sum_batch)
 
 
 def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_shards: int) -> EvalStep:
@@ -88,13 +102,17 @@ def evaluate(
     Raises:
         UsageError: The mesh does not divide the batch.
     """
-    totals = np.zeros(3)
+    totals: dict[str, float] = dict.fromkeys(LossSums._fields, 0.0)
     for rows in eval_batches(dataset.n_rows, batch_size, limit=limit):
         sums = eval_step(params, load_batch(dataset, rows, sharding))
-        totals += [float(sums[name]) for name in ("loss", "weight", "correct")]
-    loss_sum, weight, correct = totals.tolist()
+        totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+    weight = totals["weight"]
+    means = {name: total / weight if weight else math.nan for name, total in totals.items()}
     return EvaluationResult(
-        mean_loss=loss_sum / weight if weight else math.nan,
-        accuracy=correct / weight if weight else math.nan,
+        mean_loss=means["loss"],
+        accuracy=means["correct"],
         num_tokens=int(weight),
+        metrics={
+            name.removeprefix(METRIC_PREFIX): mean for name, mean in means.items() if name.startswith(METRIC_PREFIX)
+        },
     )

@@ -31,6 +31,7 @@ from trainer.models.checkpoint_store import CheckpointReader, LeafSpec
 from trainer.models.errors import PrepError
 from trainer.models.partition import Box
 from trainer.models.read_plan import ReadPlan, RowSlab, ShardedLeaf, choose_read_plan, read_ratio
+from trainer.training import shard_filling
 
 # Alignment of host buffers: direct I/O reads into them, and a CPU device takes them over without a copy.
 ALIGNMENT_NBYTES = 4096
@@ -106,6 +107,13 @@ class LeafLoader:
     def _load_directly(self, name: str, target: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         """Read the shards of this process; replicas share one read."""
         boxes = local_boxes(sharding, target.shape)
+        nbytes = sum(_volume(box) for box in set(boxes.values())) * target.dtype.itemsize
+        if nbytes > shard_filling.MIN_FILLED_NBYTES and shard_filling.copies_host_arrays([*boxes]):
+            unit = self.reader.leaves[name].read_unit or (1,) * len(target.shape)
+            shards = shard_filling.fill_shards(
+                self.reader, name, boxes=boxes, dtype=target.dtype, unit=unit, allocate=_empty_aligned
+            )
+            return jax.make_array_from_single_device_arrays(target.shape, sharding, shards)
         buffers = {box: _empty_aligned(_extents(box), target.dtype) for box in dict.fromkeys(boxes.values())}
         self.reader.read(name, buffers)
         shards = [jax.device_put(buffers[box], device) for device, box in boxes.items()]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
 from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
@@ -21,6 +21,7 @@ from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
@@ -47,12 +48,13 @@ class Job:
         max_skipped: Consecutive skipped steps that end the run.
         manifest_fields: Extra entries for the manifest of every checkpoint.
         stop_after: Steps that this process takes; 0 for no limit.
+        eval_at_start: Evaluate before the first step; None to do so if `eval_every` is set.
         peak_step_s: Seconds of the model operations of a step at the devices' peak; None if it is unknown.
     """
 
     setup: StepSetup
     steps: int
-    order: SampleOrder
+    order: RowOrder
     train: Dataset
     evaluation: Dataset | None
     eval_limit: int
@@ -64,6 +66,12 @@ class Job:
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
     peak_step_s: float | None = None
+    eval_at_start: bool | None = None
+
+    @property
+    def evaluates_at_start(self) -> bool:
+        """Whether the start parameters are evaluated before the first step."""
+        return self.eval_every > 0 if self.eval_at_start is None else self.eval_at_start
 
     @property
     def eval_batch_size(self) -> int:
@@ -163,13 +171,13 @@ class Loop:
                 checkpoint cannot be saved.
         """
         compiled_step = self._compile_step()
-        if self.step == 0 and self.job.eval_every:
+        if self.step == 0 and self.job.evaluates_at_start:
             self._evaluate()
         self.timer.resume()
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
-            batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
+            batch = self._load_batch()
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
@@ -187,6 +195,11 @@ class Loop:
         if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
             return f"--stop-after {self.job.stop_after}"
         return self.stop_signals.reason()
+
+    def _load_batch(self) -> dict[str, Array]:
+        """Load the batch of the next step."""
+        order, sharding = self.job.order, self.job.setup.sharding
+        return load_batch(self.job.train, order.rows(self.step), sharding, epochs=order.epochs(self.step))
 
     def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
         """Compile the training step for the state's shardings; the state is donated."""
@@ -240,6 +253,8 @@ class Loop:
             "tokens": step * self.job.tokens_per_step,
             "skipped": int(values["skipped"]),
         }
+        tokens_per_row = self.job.tokens_per_step // self.job.order.batch_size
+        line |= tokens_by_source(self.job.order, self.job.train, step, tokens_per_row=tokens_per_row)
         step_s = self.timer.lap()
         if step_s:
             line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}
@@ -271,6 +286,7 @@ class Loop:
             "eval_perplexity": finite_or_none(result.perplexity),
             "eval_accuracy": finite_or_none(result.accuracy),
             "eval_tokens": result.num_tokens,
+            **{f"eval_{name}": finite_or_none(value) for name, value in result.metrics.items()},
         }
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
@@ -287,7 +303,7 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        leaves = host_leaves(self.state, self.job.optimizer_state)
+        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=self.job.setup.model.frozen_paths)
         self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
         self.timer.resume()
@@ -318,7 +334,7 @@ def _jit_eval_step(setup: StepSetup) -> EvalStep:
     """Return the evaluation step of a run, with sums in the order of its training step."""
     if setup.reduction_shards:
         return jit_exact_eval_step(setup.model, setup.forward_config, setup.reduction_shards)
-    return jit_eval_step(setup.model, setup.forward_config)
+    return jit_eval_step(setup.model, setup.forward_config, setup.metric_fn)
 
 
 def finite_or_none(value: float) -> float | None:

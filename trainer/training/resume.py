@@ -40,6 +40,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "train.eval_every",
         "train.max_skipped",
         "eval.limit",
+        "eval.at_start",
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.optimizer_state",
@@ -58,7 +59,12 @@ CHANGEABLE_ON_RESUME = frozenset(
     }
 )
 # Manifest keys that must be equal on resume, and their names in error messages.
-FIXED_ON_RESUME = {"data": "the data", "batch_size": "the batch size", "rate": "the learning rate schedule"}
+FIXED_ON_RESUME = {
+    "data": "the data",
+    "batch_size": "the batch size",
+    "rate": "the learning rate schedule",
+    "loss_fn": "the loss function",
+}
 
 
 def check_resumable(
@@ -82,7 +88,7 @@ def check_resumable(
         changes = ", ".join(f"{key}: {' -> '.join(map(_value_text, values))}" for key, values in sorted(fixed.items()))
         raise PrepError("the run began with another recipe", changes, hint)
     for key, label in FIXED_ON_RESUME.items():
-        before, after = manifest.get(key), job.manifest_fields[key]
+        before, after = manifest.get(key), job.manifest_fields.get(key)
         if before != after:
             raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
     if step > job.steps:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.data.files import io_error
-from trainer.data.store import MappedTokens, make_cache
+from trainer.data.store import MappedTokens
+from trainer.data.store_writer import make_cache
 from trainer.data.tokenize import Note, TokenizeConfig, TokenizeProgress, open_tokens, tokenize_files
 from trainer.distributed.hosts import writes_shared_folder
 from trainer.distributed.process_group import ProcessGroup
@@ -23,7 +24,7 @@ def tokenize_in_group(
     Args:
         config: Files, tokenizer and cache.
         group: The processes of the job.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
     Raises:

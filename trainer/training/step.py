@@ -6,7 +6,7 @@ Gradients are sums over all tokens of the batch, divided once by the summed toke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
-from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
+from trainer.models.leaf_matrices import reduced_axes
+from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
-from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms
+from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch
+from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers.rounding import RoundingKey
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
 LOSS_SUM_NAMES = ("loss", "weight", "correct")
@@ -43,8 +47,11 @@ class StepSetup:
         loss_terms: Terms of the loss besides the cross entropy; evaluation has none.
         dropout: Rates of dropout and forgetful causal masking; evaluation has none.
         seed: Seed of the random masks, from 0 to 2^32 - 1.
+        loss_scale: Factor of the loss in float16; None in other dtypes.
+        metric_fn: Computes values of each token in evaluation by name; None for none.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
+        frozen_dtypes: Dtype of each frozen parameter, by path; float32 for those that are absent.
     """
 
     model: ModelSpec
@@ -54,14 +61,17 @@ class StepSetup:
     loss_terms: LossTerms = NO_LOSS_TERMS
     dropout: DropoutConfig = NO_DROPOUT
     seed: int = 0
+    loss_scale: LossScale | None = None
+    metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
+    frozen_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exact_reduction(self) -> ExactReduction | None:
         """The sums in a fixed order; None if they are in the fastest order."""
         if not self.reduction_shards:
             return None
-        return ExactReduction(self.reduction_shards, self.sharding, self.model.leaves)
+        return ExactReduction(self.reduction_shards, self.sharding, self.trained_leaves)
 
     @property
     def sharding(self) -> ShardingContext:
@@ -69,14 +79,25 @@ class StepSetup:
         return self.forward_config.sharding
 
     @property
-    def transformation(self) -> optax.GradientTransformation:
-        """The optimizer as an optax transformation."""
-        return self.optimizer.transformation(self.model.leaves)
+    def trained_leaves(self) -> dict[str, ParamLeaf]:
+        """Parameters that training changes, by path."""
+        return self.optimizer.trained_leaves(self.model.trained_leaves)
+
+    def trained(self, params: Tree) -> Tree:
+        """Return the parameters that training changes."""
+        leaves = flatten_tree(params)
+        return unflatten_tree({path: leaves[path] for path in self.trained_leaves})
+
+    def with_trained(self, params: Tree, trained: Tree) -> Tree:
+        """Return all parameters, with other values of those that training changes."""
+        return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
 
 
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
-    return {"params": params, "opt_state": setup.transformation.init(params), **_zero_counters()}
+    opt_state = setup.optimizer.init(setup.trained(params), setup.trained_leaves)
+    loss_scale = setup.loss_scale.init() if setup.loss_scale else {}
+    return {"params": params, "opt_state": opt_state, **_zero_counters(), **loss_scale}
 
 
 def _zero_counters() -> dict[str, Array]:
@@ -85,35 +106,47 @@ def _zero_counters() -> dict[str, Array]:
 
 
 def state_shapes(setup: StepSetup) -> TrainState:
-    """Return shape, dtype and sharding of each leaf of the state; moments are sharded like their parameters."""
+    """Return shape, dtype and sharding of each leaf of the state; moments are sharded like their parameters.
+
+    A statistic over some axes of a parameter is split along its other axes.
+    """
     leaves, sharding = setup.model.leaves, setup.sharding
-    param_shardings = {path: sharding.param_sharding(leaf) for path, leaf in leaves.items()}
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=param_shardings[path])
+            path: jax.ShapeDtypeStruct(
+                leaf.shape,
+                jnp.dtype(setup.frozen_dtypes.get(path, "float32")),
+                sharding=sharding.param_sharding(leaf),
+            )
             for path, leaf in leaves.items()
         }
     )
     unsharded = jax.eval_shape(partial(init_train_state, setup=setup), params)
 
     def with_sharding(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        param_path = find_param_path(leaf_name(path), param_shardings)
-        leaf_sharding = param_shardings[param_path] if param_path else sharding.replicated_sharding()
+        param_path = find_param_path(leaf_name(path), leaves)
+        leaf_sharding = _state_sharding(leaf.shape, leaves.get(param_path or ""), sharding)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding)
 
     return jax.tree_util.tree_map_with_path(with_sharding, unsharded)
 
 
+def has_optimizer_state(setup: StepSetup) -> bool:
+    """Return whether the optimizer keeps anything between steps; gradient descent without momentum does not."""
+    return bool(jax.tree.leaves(state_shapes(setup)["opt_state"]))
+
+
+def _state_sharding(shape: tuple[int, ...], param: ParamLeaf | None, sharding: ShardingContext) -> NamedSharding | None:
+    """Return the sharding of a leaf of the state that belongs to a parameter, or (None) to none."""
+    axes = None if param is None else reduced_axes(shape, param.shape)
+    if param is None or axes is None:
+        return sharding.replicated_sharding()
+    return sharding.statistic_sharding(param, axes)
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """Return a leaf's path in the state as a dotted name, such as `opt_state.adam.mu.embed.tokens`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def find_param_path(name: str, param_paths: Mapping[str, object]) -> str | None:
-    """Return the longest parameter path at the end of the name of a state's leaf; None if there is none."""
-    parts = name.split(".")
-    suffixes = (".".join(parts[i:]) for i in range(1, len(parts)))
-    return next((suffix for suffix in suffixes if suffix in param_paths), None)
 
 
 def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[TrainState, dict[str, Array]]:
@@ -132,9 +165,11 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
+    trained = setup.trained(params)
     if setup.dropout.is_active:
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
-    gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup)
+    factor = setup.loss_scale.factor(state, batch["tokens"].size) if setup.loss_scale else None
+    gradients, sums, norm = _sum_gradients(params, batch, state["step"], setup=setup, factor=factor)
     weight = jnp.maximum(sums["weight"], 1e-9)
     grad_norm = (optax.tree.norm(gradients) if norm is None else norm) / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
@@ -142,16 +177,23 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
     # select with `where`: 0 * nan is nan
     gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
-    updates, opt_state = setup.transformation.update(gradients, state["opt_state"], params)
     learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
-    updated = jax.tree.map(lambda leaf, update: leaf - learning_rate * update, params, updates)
+    updated, opt_state = setup.optimizer.update(
+        gradients,
+        state["opt_state"],
+        trained,
+        leaves=setup.trained_leaves,
+        learning_rate=learning_rate,
+        rounding=RoundingKey(setup.seed, state["step"]),
+    )
     is_skipped = (~is_valid).astype(jnp.int32)
     new_state = {
-        "params": _select(is_valid, updated, params),
+        "params": setup.with_trained(params, _select(is_valid, updated, trained)),
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
         "skipped_in_row": (state["skipped_in_row"] + 1) * is_skipped,
+        **(setup.loss_scale.next(state, jnp.isfinite(grad_norm)) if setup.loss_scale else {}),
     }
     return new_state, {
         **sums,
@@ -168,35 +210,43 @@ def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
 
 
 def _sum_gradients(
-    params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
+    params: Tree, batch: TokenBatch, step: Array, *, setup: StepSetup, factor: Array | None
 ) -> tuple[Tree, dict[str, Array], Array | None]:
     """Compute the float32 sums of gradients and of loss, weights and correct tokens.
 
-    An exact reduction also returns the norm of the gradients.
+    The gradients are computed of factor * loss, and divided by the factor. An exact reduction also returns the norm of
+    the gradients.
     """
+    norm = None
     if (exact := setup.exact_reduction) is not None:
         on_device = replace(setup, forward_config=replace(setup.forward_config, sharding=ShardingContext()))
-        return exact.sum_gradients(_value_and_grad(step, on_device), params, batch)
-    gradients, sums = _accumulate_gradients(params, batch, step, setup)
-    return gradients, sums, None
+        gradients, sums, norm = exact.sum_gradients(_value_and_grad(step, on_device, factor), params, batch)
+    else:
+        gradients, sums = _accumulate_gradients(params, batch, _value_and_grad(step, setup, factor), setup=setup)
+    if factor is None:
+        return gradients, sums, norm
+    return jax.tree.map(lambda leaf: leaf / factor, gradients), sums, None if norm is None else norm / factor
 
 
-def _value_and_grad(step: Array, setup: StepSetup) -> Callable[[Tree, TokenBatch], Any]:
-    """Return a function that computes ((loss, loss sums), gradients) of rows of a batch."""
+def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Callable[[Tree, TokenBatch], Any]:
+    """Return a function of parameters and rows that computes ((loss, loss sums), gradients of trained parameters).
 
-    def summed_loss(params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        dropout = _dropout(rows, step, setup)
+    With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
+    """
+
+    def summed_loss(trained: Tree, params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
+        params, dropout = setup.with_trained(params, trained), _dropout(rows, step, setup)
         sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
-        return sums.loss, sums._asdict()
+        return sums.loss if factor is None else sums.loss * factor, sums._asdict()
 
-    return jax.value_and_grad(summed_loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
+    return lambda params, rows: value_and_grad(setup.trained(params), params, rows)
 
 
 def _accumulate_gradients(
-    params: Tree, batch: TokenBatch, step: Array, setup: StepSetup
+    params: Tree, batch: TokenBatch, value_and_grad: Callable[[Tree, TokenBatch], Any], *, setup: StepSetup
 ) -> tuple[Tree, dict[str, Array]]:
     """Compute the sums over all micro-batches in the order that is fastest on the mesh."""
-    value_and_grad = _value_and_grad(step, setup)
     if setup.accumulate == 1:
         (_, sums), gradients = value_and_grad(params, batch)
         return _shard_like_params(gradients, setup), sums
@@ -208,7 +258,7 @@ def _accumulate_gradients(
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
-    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params))
     zero_sums = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prepcli.commands.train_folder import check_run_folder, check_shared_folder
+from prepcli.commands.train_folder import check_shared_folder, run_place
+from prepcli.console.ui import open_ui
 from prepcli.errors import PrepError
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
@@ -42,9 +43,10 @@ def test_check_shared_folder_keeps_other_files(tmp_path: Path, name: str):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_check_run_folder_accepts_a_probe_of_a_killed_start(tmp_path: Path):
+def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
+    place = run_place(tmp_path, "tuned", open_ui("train", as_json=False, quiet=True, verbose=0))
     (tmp_path / f"{PROBE_PREFIX}old").touch()
-    check_run_folder(tmp_path)
+    place.check(1)
     (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")
     with pytest.raises(PrepError, match="is not a run"):
-        check_run_folder(tmp_path)
+        place.check(1)

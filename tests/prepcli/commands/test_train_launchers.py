@@ -70,11 +70,28 @@ def test_train_names_the_keys_that_differ(tmp_path: Path, monkeypatch: pytest.Mo
         start_process("--set", f"optimizer.lr={rate}", index=index, count=2, port=port)
         for index, rate in enumerate(rates)
     ]
-    for code, out, err in finish(processes):
+    (_, out, _), (_, other_out, _) = results = finish(processes)
+    assert json.loads(out)["error"]["what"] == "the processes differ in `optimizer.lr`"
+    assert other_out == "", "process 0 alone prints the JSON object"
+    for code, _, err in results:
         assert code == 1
-        error = json.loads(out)["error"]
-        assert error["what"] == "the processes differ in `optimizer.lr`"
-        assert "0.01 in process 0" in error["why"]
-        assert "0.02 in process 1" in error["why"]
+        assert "the processes differ in `optimizer.lr`" in err
+        assert "0.01 in process 0" in err
+        assert "0.02 in process 1" in err
         assert len(err.splitlines()) == 3
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    port, short = free_port(), ("--set", "train.steps=2", "--set", "optimizer.warmup_steps=1")
+    first = start_process(*short, index=0, count=2, port=port)
+    [(code, _, err)] = finish([start_process(*short, "--set", "name=other", index=1, count=2, port=port)])
+    assert code == 1
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in err
+    assert "`recipe recipe`" in err
+    assert "`recipe other`" in err
+    results = finish([first, start_process(*short, index=1, count=2, port=port)])
+    assert [code for code, _, _ in results] == [0, 0], results

@@ -147,13 +147,17 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
         assert code == USAGE, out
         error = json.loads(out)["error"]
         assert error["what"] == "t5 has an encoder, but the data has no source column"
-        assert "span-corruption pretraining is not supported" in error["why"]
+        assert "or on text by span corruption" in error["why"]
     make_checkpoint(work_dir / "llama", LLAMA)
     write_tokenizer(work_dir / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK
     code, what, why = train_refusal(capsys, "--set", "model.path=llama-init")
-    assert (code, what) == (USAGE, "`data.fields` is '[first], [second], sum'")
+    assert (code, what) == (USAGE, "`data.source_length` is 9")
     assert why == "llama has no encoder to read the source columns in brackets"
+    cleared = Path("recipe.toml").read_text().replace("source_length = 9\n", "")
+    Path("other.toml").write_text(cleared)
+    assert main(["train", "other.toml", "--json"]) == USAGE
+    assert json.loads(capsys.readouterr().out)["error"]["what"] == "`data.source_length` is missing"
     assert train_refusal(capsys, "--set", "data.fields=[first], third")[:2] == (
         FAILED, "pairs.jsonl:1: no column `third`"
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.commands import train_checks
 from prepcli.errors import FAILED, OK, USAGE
-from prepcli.execution import run_folder
+from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.weights_reader import WeightsReader
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import RECIPE, WORDS, write_tokenizer
@@ -49,7 +49,7 @@ def _reads_nothing(monkeypatch: pytest.MonkeyPatch):
         raise AssertionError("data or weights were read")
 
     monkeypatch.setattr(tokenize, "hash_file", refuse)
-    monkeypatch.setattr(tokenize, "read_text_chunks", refuse)
+    monkeypatch.setattr(tokenize, "read_examples", refuse)
     monkeypatch.setattr(WeightsReader, "read", refuse)
 
 
@@ -237,4 +237,4 @@ def test_start_warns_like_dry_run(capsys: pytest.CaptureFixture[str], monkeypatc
     assert report["error"]["why"] == "kept in runs/recipe: the tokens"
     assert main(["train", "recipe.toml", "--set", "checkpoint.every=500"]) == 130
     assert "`checkpoint.every` is 500, but the run has 12 steps" in capsys.readouterr().err
-    assert not run_folder.saved_steps(Path("runs/recipe"))
+    assert not saved_steps(Path("runs/recipe"))

@@ -6,12 +6,11 @@ import random
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.processes import finish, start_processes
 from trainer.training.metrics import METRICS_FILE, read_metrics
@@ -51,12 +50,6 @@ def test_failed_save_ends_all_processes(work_dir: Path):
     assert [code for code, _, _ in results] == [FAILED] * 2, results
     assert all("run/2 exists" in stderr for _, _, stderr in results), results
     assert saved_steps(Path("run")) == [1]
-
-
-def test_train_rejects_an_object_store(work_dir: Path, capsys: pytest.CaptureFixture[Any]):
-    assert main(["train", "recipe.toml", "--out", "gs://bucket/run"]) == USAGE
-    assert "`--out gs://bucket/run` is not supported for `prep train`" in capsys.readouterr().err
-    assert not Path("gs:").exists()
 
 
 def kill_during_a_save(processes: list[subprocess.Popen[str]], rng: random.Random) -> None:

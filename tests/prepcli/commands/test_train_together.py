@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from prepcli.commands.train_together import _job_error, run_together
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
-from tests.helpers.job_faults import Fault, Outcome, run_job, state_digest
+from tests.helpers.job_faults import NO_SETTINGS, Fault, Outcome, run_job, state_digest
 from tests.helpers.training_folder import make_training_folder
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.process_group import SingleProcess
@@ -39,9 +40,9 @@ def undisturbed(folder: Path) -> tuple[int, str]:
     return state_digest(folder / "undisturbed")
 
 
-def run_fault(folder: Path, fault: Fault, **settings: str) -> Outcome:
+def run_fault(folder: Path, fault: Fault, settings: Mapping[str, str] = NO_SETTINGS) -> Outcome:
     shutil.rmtree(folder / fault.name, ignore_errors=True)
-    return run_job(folder, fault.name, fault, **settings)
+    return run_job(folder, fault.name, fault, settings=settings)
 
 
 def check_restart(folder: Path, name: str, undisturbed: tuple[int, str]) -> None:
@@ -50,7 +51,7 @@ def check_restart(folder: Path, name: str, undisturbed: tuple[int, str]) -> None
 
 
 def test_survivor_names_a_killed_process(folder: Path) -> None:
-    outcome = run_fault(folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), train__eval_every="0")
+    outcome = run_fault(folder, Fault("kill-1", AFTER_SAVE, 1, signal.SIGKILL), {"train.eval_every": "0"})
     assert outcome.codes == (STOPPED, KILLED)
     assert "process 1 (" in outcome.message(0)
     assert "is lost" in outcome.message(0)
@@ -110,11 +111,11 @@ def test_suspended_process_is_lost(folder: Path, victim: int) -> None:
 def test_error_of_one_process_ends_the_other(folder: Path) -> None:
     (folder / "failed").mkdir()
     (folder / "failed/recipe.toml").touch()
-    (folder / "failed/1-metrics.jsonl").mkdir()  # process 1 cannot write its metrics
-    outcome = run_job(folder, "failed", log__all_workers="true")
+    (folder / "failed/metrics.1.jsonl").mkdir()  # process 1 cannot write its metrics
+    outcome = run_job(folder, "failed", settings={"log.all_workers": "true"})
     assert outcome.codes == (FAILED, FAILED)
     assert "process 1 (" in outcome.message(0)
-    assert "1-metrics.jsonl" in outcome.message(0)
+    assert "metrics.1.jsonl" in outcome.message(0)
 
 
 def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
-from prepcli.remote import remote_files
+from prepcli.remote import object_store, remote_files
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url, redacted_error_text
 from prepcli.remote.remote_files import RemoteFile, read_range
 from prepcli.remote.retries import RetryPolicy
@@ -31,6 +33,13 @@ def connect_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, url:
     for name, value in store.environment().items():
         monkeypatch.setenv(name, value)
     return Bucket(parse_url(url), retries)
+
+
+def use_small_parts(monkeypatch: pytest.MonkeyPatch, nbytes: int, max_parts: int = 10) -> None:
+    """Upload in parts of `nbytes`, or of more if there would be more than `max_parts`."""
+    monkeypatch.setattr(object_store, "PART_NBYTES", nbytes)
+    monkeypatch.setattr(object_store, "WRITE_NBYTES", nbytes // 4)
+    monkeypatch.setattr(object_store, "MAX_PARTS", max_parts)
 
 
 def read(bucket: Bucket, file: RemoteFile, offset: int, size: int) -> bytes:
@@ -120,13 +129,12 @@ def test_forbidden_object_is_an_error_with_a_hint(monkeypatch, status: int):
 @pytest.mark.parametrize("size", [0, 10, 300_000])
 def test_bucket_writes_lists_and_deletes_objects(monkeypatch, tmp_path: Path, size: int):
     (tmp_path / "f").write_bytes(CONTENT[:size])
+    use_small_parts(monkeypatch, 100_000)
     written_nbytes: list[int] = []
     with serve_objects() as store:
         for scheme in ("gs", "s3"):
             bucket = connect_bucket(store, monkeypatch, f"{scheme}://bucket/{scheme}")
-            written = bucket.write(
-                "d/f", tmp_path / "f", part_nbytes=100_000, max_parts=10, on_written=written_nbytes.append
-            )
+            written = bucket.write("d/f", tmp_path / "f", on_written=written_nbytes.append)
             assert written in bucket.list_files()
             assert store.objects[f"bucket/{scheme}/d/f"] == CONTENT[:size]
             bucket.delete("d/f")
@@ -135,21 +143,42 @@ def test_bucket_writes_lists_and_deletes_objects(monkeypatch, tmp_path: Path, si
 
 
 def test_write_limits_the_number_of_parts(monkeypatch, tmp_path: Path):
+    use_small_parts(monkeypatch, 10_000, max_parts=3)
     (tmp_path / "f").write_bytes(CONTENT)
     with serve_objects() as store:
-        connect_bucket(store, monkeypatch, "s3://bucket/m").write(
-            "f", tmp_path / "f", part_nbytes=10_000, max_parts=3, on_written=lambda _: None
-        )
+        connect_bucket(store, monkeypatch, "s3://bucket/m").write("f", tmp_path / "f")
         assert sum(line.startswith("PUT") for line in store.requests) == 3
 
 
+def test_write_pieces_joins_and_splits_pieces(monkeypatch):
+    use_small_parts(monkeypatch, 50_000)
+    cuts = [0, 0, 1, 7, 20_000, 290_000, 300_000]
+    pieces = [CONTENT[start:stop] for start, stop in itertools.pairwise(cuts)]
+    with serve_objects() as store:
+        connect_bucket(store, monkeypatch, "gs://bucket/m").write_pieces("f", pieces, size=len(CONTENT))
+        assert store.objects == {"bucket/m/f": CONTENT}
+
+
+def test_write_pieces_raises_the_error_of_the_pieces(monkeypatch):
+    def pieces() -> Iterator[bytes]:
+        yield CONTENT
+        raise ValueError("the device is lost")
+
+    with serve_objects() as store:
+        bucket = connect_bucket(store, monkeypatch, "gs://bucket/m")
+        with pytest.raises(ValueError, match="the device is lost"):
+            bucket.write_pieces("f", pieces(), size=400_000)
+        assert store.objects == {}
+
+
 def test_failed_write_creates_no_object(monkeypatch, tmp_path: Path):
+    use_small_parts(monkeypatch, 50_000)
     (tmp_path / "f").write_bytes(CONTENT)
     with serve_objects() as store:
         bucket = connect_bucket(store, monkeypatch, "s3://bucket/m")
         store.failing_requests = "PUT bucket"
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
-            bucket.write("f", tmp_path / "f", part_nbytes=50_000, max_parts=9, on_written=lambda _: None)
+            bucket.write("f", tmp_path / "f")
         assert store.objects == {}
 
 
@@ -181,6 +210,7 @@ def test_read_limits_the_time(monkeypatch, stall: str):
 
 @pytest.mark.parametrize("stall", ["silent", "close"])
 def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
+    use_small_parts(monkeypatch, 50_000)
     (tmp_path / "f").write_bytes(CONTENT)
     notes: list[str] = []
     with serve_objects() as store:
@@ -188,7 +218,7 @@ def test_write_limits_the_time(monkeypatch, tmp_path: Path, stall: str):
         bucket.retry_policy = RetryPolicy(0.1, notes.append)
         store.failing_requests, store.stall = "PUT bucket", stall
         with pytest.raises(PrepError, match="cannot write s3://bucket/m"):
-            bucket.write("f", tmp_path / "f", part_nbytes=50_000, max_parts=9, on_written=lambda _: None)
+            bucket.write("f", tmp_path / "f")
         assert store.objects == {}
     assert notes[:1] == ["no answer from s3://bucket/m for 0.1 s; waiting"]
 

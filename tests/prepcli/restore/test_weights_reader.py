@@ -127,8 +127,9 @@ def test_untied_head_of_a_tied_model_is_an_error(tmp_path: Path):
         assert "params.head.weight" not in reader.leaves
     head[7, 3] += 1
     write_checkpoint(tmp_path / "other", GPT2, tensors | {"lm_head.weight": head})
-    with pytest.raises(PrepError, match=r"lm_head.weight is not equal to transformer.wte.weight .* at \[7, 3\]"):
-        open_weights(tmp_path / "other")
+    difference = r"lm_head.weight is not equal to transformer.wte.weight .* at \[7, 3\]"
+    with open_weights(tmp_path / "other") as reader, pytest.raises(PrepError, match=difference):
+        read_leaf(reader, "params.embed.tokens")
 
 
 def test_missing_tensor_is_an_error(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,6 +49,33 @@ def test_packed_dataset_matches_reference_blocks(documents: list[list[int]], seq
     assert evaluation is None
     assert blocks.n_rows == len(expected)
     assert blocks.get_batch(range(blocks.n_rows))["tokens"].tolist() == expected
+
+
+WEIGHTED = st.lists(st.tuples(st.integers(0, 60000), st.integers(0, 1)), min_size=7, max_size=60)
+
+
+@given(WEIGHTED, st.integers(2, 7), st.data())
+def test_weight_of_a_position_is_that_of_its_target(
+    stored: list[tuple[int, int]], seq_length: int, data: st.DataObject
+):
+    ids, weights = zip(*stored)
+    tokens = replace(make_tokens([[*ids]], seq_length), weights=np.array(weights, np.uint8))
+    rows = data.draw(st.lists(st.integers(-1, tokens.n_blocks - 1), max_size=5))
+    batch = PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks).get_batch(rows)
+    assert batch["weights"].dtype == np.float32
+    for i, row in enumerate(rows):
+        start = row * seq_length
+        expected = [0] * seq_length if row < 0 else [*weights[start + 1 : start + seq_length], 0]
+        assert batch["weights"][i].tolist() == expected
+
+
+@given(DOCUMENTS, st.integers(2, 7))
+def test_first_input_replaces_no_target(documents: list[list[int]], seq_length: int):
+    plain = make_blocks(documents, seq_length)
+    rows = [-1, *range(plain.n_rows)]
+    expected, batch = plain.get_batch(rows), replace(plain, first_input=9).get_batch(rows)
+    expected["tokens"][1:, 0] = 9
+    assert all((batch[name] == expected[name]).all() for name in expected)
 
 
 @given(st.integers(2, 200), st.floats(0.01, 0.99))

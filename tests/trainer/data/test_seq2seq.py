@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.corpus import EOS, encode, make_config, tokenize_quietly
+from tests.helpers.corpus import EOS, change, encode, make_config, tokenize_quietly
 from tests.trainer.data.test_packing import make_tokens
 from trainer.data.packing import split_holdout
 from trainer.data.seq2seq import count_truncated, seq2seq_dataset
@@ -64,6 +64,14 @@ def test_seq2seq_dataset_truncates_without_eos():
     assert count_truncated(tokens, 3) == (0, 1)
 
 
+def test_seq2seq_dataset_has_the_weights_of_targets():
+    tokens = replace(
+        make_tokens([[3], [6, 7], [4, 5], [8, 9, 2]], 2), weights=np.array([1, 0, 1, 1, 1, 1, 0, 0], np.uint8)
+    )
+    batch = seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=None).get_batch([1, -1, 0])
+    assert batch["weights"].tolist() == [[1, 0], [0, 0], [0, 1]]
+
+
 def test_split_holdout_takes_last_pairs():
     tokens = make_tokens([[n] for n in range(20)], 3)
     train, evaluation = split_holdout(seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END), 0.2)
@@ -83,9 +91,11 @@ def write_pairs(folder: Path) -> Path:
 
 def test_tokenize_files_reads_pairs(tmp_path: Path):
     path = write_pairs(tmp_path)
-    config = make_config(tmp_path, path, type="json", fields="[t], [s], s", source_length=4, prefix="do: ")
+    config = make_config(
+        tmp_path, path, type="json", fields="[t], [s], s", source_length=4, has_encoder=True, source_prefix="do: "
+    )
     notes: list[str] = []
-    tokens = tokenize_files(config, progress=lambda done, total: None, note=notes.append)
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     texts = ["do: the hat that", "that", "do:  hat", "hat"]
     ids = [[*encode(config.tokenizer, text), EOS] for text in texts]
     assert tokens.ids.tolist() == [token_id for document in ids for token_id in document]
@@ -96,8 +106,8 @@ def test_tokenize_files_reads_pairs(tmp_path: Path):
 
 def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
     path = write_pairs(tmp_path)
-    config = make_config(tmp_path, path, type="json", fields="[t], s", source_length=4)
-    changed = [replace(config, source_length=9), replace(config, fields="[s], t"), replace(config, prefix="do: ")]
+    config = make_config(tmp_path, path, type="json", fields="[t], s", source_length=4, has_encoder=True)
+    changed = [change(config, source_length=9), change(config, fields="[s], t"), change(config, source_prefix="do: ")]
     identities = [tokenize_quietly(variant).identity for variant in (config, *changed)]
     assert identities[0] == identities[1]
     assert len({*identities}) == 3
@@ -114,7 +124,9 @@ def test_store_identity_depends_on_fields_and_prefix(tmp_path: Path):
 )
 def test_tokenize_files_rejects_invalid_pairs(tmp_path: Path, line: str, what: str, hint: str):
     (tmp_path / "a.jsonl").write_text(line)
-    config = make_config(tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4)
+    config = make_config(
+        tmp_path, tmp_path / "a.jsonl", type="json", fields="[t], s", source_length=4, has_encoder=True
+    )
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(config)
     assert caught.value.what.endswith(what)

@@ -6,19 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.helpers.corpus import EOS, TEXT, encode, make_config, make_tokenizer, tokenize_quietly, write_json
-from trainer.data import tokenize
+from tests.helpers.corpus import EOS, TEXT, change, encode, make_config, make_tokenizer, tokenize_quietly, write_json
+from trainer.data import encode as encode_module
 from trainer.data.packing import PackedDataset
 from trainer.data.readers import text_file
-from trainer.data.readers.reader import TextChunk
 from trainer.data.tokenize import TokenizeConfig, tokenize_files
 from trainer.models.errors import PrepError
 
@@ -26,21 +22,21 @@ KILL_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import store, tokenize
+from trainer.data import encode, store_writer, tokenize
 from trainer.data.readers import text_file
 
-text_file.TEXT_CHUNK_NBYTES, tokenize.ENCODE_BATCH_NBYTES = 1000, 2000
+text_file.TEXT_CHUNK_NBYTES, encode.ENCODE_BATCH_NBYTES = 1000, 2000
 moment, folder = sys.argv[1], Path(sys.argv[2])
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def progress(done, total):
+def progress(done, total, n_tokens):
     if moment == "first" or (moment == "last" and done == total):
         kill()
 
 if moment == "synced":
-    store.Path.rename = kill
+    store_writer.Path.rename = kill
 tokenize.tokenize_files(make_config(folder, folder / "a.txt"), progress=progress, note=print)
 """
 
@@ -48,16 +44,17 @@ NO_LOCKS_SCRIPT = """
 import errno, sys, time
 from pathlib import Path
 from tests.helpers.corpus import make_config
-from trainer.data import store, tokenize
+from trainer.data import store_writer, tokenize
 
 def no_locks(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 
-def progress(done, total):
-    print("started", flush=True)
-    sys.stdin.readline()
+def progress(done, total, n_tokens):
+    if not done:
+        print("started", flush=True)
+        sys.stdin.readline()
 
-store.fcntl.flock = no_locks
+store_writer.fcntl.flock = no_locks
 folder = Path(sys.argv[1])
 config = make_config(folder, folder / "a.txt")
 print(tokenize.tokenize_files(config, progress=progress, note=lambda text: None).n_tokens)
@@ -79,15 +76,6 @@ def tokenize_error(config: TokenizeConfig) -> PrepError:
     with pytest.raises(PrepError) as caught:
         tokenize_quietly(config)
     return caught.value
-
-
-@given(st.lists(st.integers(0, 2 * tokenize.ENCODE_BATCH_NBYTES)))
-def test_batch_chunks_keeps_order_and_bounds_size(sizes: list[int]):
-    batches = list(tokenize.batch_chunks(TextChunk("", nbytes, True) for nbytes in sizes))
-    assert [chunk.nbytes for batch in batches for chunk in batch] == sizes
-    totals = [sum(chunk.nbytes for chunk in batch) for batch in batches]
-    assert all(len(batch) == 1 or total <= tokenize.ENCODE_BATCH_NBYTES for batch, total in zip(batches, totals))
-    assert all(batches)
 
 
 @pytest.mark.parametrize("eos_id", [None, EOS])
@@ -113,16 +101,17 @@ def test_tokenize_files_reads_files_in_order(tmp_path: Path):
 
 def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(text_file, "TEXT_CHUNK_NBYTES", 300)
-    monkeypatch.setattr(tokenize, "ENCODE_BATCH_NBYTES", 1000)
+    monkeypatch.setattr(encode_module, "ENCODE_BATCH_NBYTES", 1000)
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
-    reports: list[tuple[int, int]] = []
-    tokens = tokenize_files(config, progress=lambda done, total: reports.append((done, total)), note=lambda text: None)
+    reports: list[tuple[int, ...]] = []
+    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
     assert tokens.ends.tolist() == [tokens.n_tokens]
     assert len(reports) > 5
     assert reports == sorted(reports)
-    assert {total for _, total in reports} == {len(TEXT) * 100} == {reports[-1][0]}
+    assert {total for _, total, _ in reports} == {len(TEXT) * 100} == {reports[-1][0]}
+    assert (reports[0], reports[-1][2]) == ((0, len(TEXT) * 100, 0), tokens.n_tokens)
 
 
 def test_second_run_uses_the_cache(tmp_path: Path):
@@ -130,9 +119,7 @@ def test_second_run_uses_the_cache(tmp_path: Path):
     config = make_config(tmp_path, tmp_path / "a.txt")
     first = tokenize_quietly(config)
     notes, calls = [], []
-    again = tokenize_files(
-        replace(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append
-    )
+    again = tokenize_files(change(config, seq_length=5), progress=lambda *sizes: calls.append(sizes), note=notes.append)
     n = first.n_tokens
     assert again.ids.tolist() == first.ids.tolist()
     assert calls == []
@@ -166,7 +153,7 @@ def test_scratch_dir_leaves_damaged_store_alone(tmp_path: Path):
     (folder,) = stores(config)
     (folder / "tokens.bin").write_bytes(b"\0" * len((folder / "tokens.bin").read_bytes()))
     before = read_files(folder)
-    assert tokenize_quietly(replace(config, scratch_dir=tmp_path / "scratch")).ids.tolist() == ids
+    assert tokenize_quietly(change(config, scratch_dir=tmp_path / "scratch")).ids.tolist() == ids
     assert read_files(folder) == before
 
 
@@ -192,25 +179,19 @@ def test_store_identity_depends_on_all_inputs(tmp_path: Path):
     )
     variants = [
         config,
-        replace(config, type="text"),
-        replace(config, eos_id=None),
-        replace(config, eos_id=1),
-        replace(config, tokenizer=other_tokenizer),
-        replace(config, paths=(str(text),), type="text"),
-        replace(config, paths=(str(path), str(two_columns))),
-        replace(config, paths=(str(two_columns), str(path))),
-        replace(config, paths=(str(two_columns),)),
-        replace(config, paths=(str(two_columns),), fields="body"),
+        change(config, type="text", fields=""),
+        change(config, eos_id=None),
+        change(config, eos_id=1),
+        change(config, tokenizer=other_tokenizer),
+        change(config, paths=(str(text),), type="text", fields=""),
+        change(config, paths=(str(path), str(two_columns))),
+        change(config, paths=(str(two_columns), str(path))),
+        change(config, paths=(str(two_columns),)),
+        change(config, paths=(str(two_columns),), fields="body"),
     ]
     assert len({tokenize_quietly(variant).identity for variant in variants}) == len(variants)
-    same = [replace(config, seq_length=3), replace(config, vocab=400), replace(config, paths=(str(path), str(path)))]
+    same = [change(config, seq_length=3), change(config, vocab=400), change(config, paths=(str(path), str(path)))]
     assert {tokenize_quietly(variant).identity for variant in same} == {tokenize_quietly(config).identity}
-
-
-def test_store_identity_ignores_fields_of_text_files(tmp_path: Path):
-    (tmp_path / "a.txt").write_text(TEXT)
-    config = make_config(tmp_path, tmp_path / "a.txt")
-    assert tokenize_quietly(config).identity == tokenize_quietly(replace(config, fields="")).identity
 
 
 @pytest.mark.parametrize("moment", ["first", "last", "synced"])
@@ -254,7 +235,7 @@ def test_store_does_not_depend_on_threads(tmp_path: Path, switch: str):
     environment = os.environ | {"TOKENIZERS_PARALLELISM": switch, "RAYON_NUM_THREADS": "3"}
     command = [sys.executable, "-c", KILL_SCRIPT, "never", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, env=environment)
-    other_config = replace(config, cache=tmp_path / "other")
+    other_config = change(config, cache=tmp_path / "other")
     tokenize_quietly(other_config)
     assert read_files(stores(config)[0]) == read_files(stores(other_config)[0])
 
@@ -263,14 +244,12 @@ def test_ids_beyond_the_vocabulary_are_rejected(tmp_path: Path):
     (tmp_path / "a.txt").write_text(TEXT)
     config = make_config(tmp_path, tmp_path / "a.txt")
     top = max(encode(config.tokenizer, TEXT))
-    error = tokenize_error(replace(config, vocab=top))
+    error = tokenize_error(change(config, vocab=top))
     assert f"id {top} (" in error.what
     assert f"has {top} tokens; the tokenizer has ids up to 2" in error.why
     assert stores(config) == []
-    assert tokenize_quietly(
-        replace(config, vocab=top + 1)
-    ).n_tokens  # larger ids that the text does not use are allowed
-    assert tokenize_error(replace(config, vocab=top)).what == error.what  # the store in the cache is checked as well
+    assert tokenize_quietly(change(config, vocab=top + 1)).n_tokens  # larger ids that the text does not use are allowed
+    assert tokenize_error(change(config, vocab=top)).what == error.what  # the store in the cache is checked as well
 
 
 def test_eos_id_beyond_the_vocabulary_is_rejected(tmp_path: Path):
@@ -311,3 +290,37 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
     (tmp_path / "scratch").rename(config.cache)
     assert tokenize_quietly(config).identity == made.identity
     assert not (tmp_path / "scratch").exists()
+
+
+def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
+    path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
+    config = make_config(tmp_path, path, type="json", max_examples=2)
+    reports: list[tuple[int, ...]] = []
+    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
+    assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
+    assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
+
+
+def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"ids": [7, 8], "a": "the cat", "b": "the hat"}\n{"ids": [], "a": "cat", "b": "the mat"}\n')
+    config = make_config(
+        tmp_path, path, type="json", fields="[{ids}, <|9|>, a], b", bos_id=1, add_bos=True, seq_length=2
+    )
+    notes: list[str] = []
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
+    expected: list[tuple[int, int]] = []
+    for ids, a, b in (([7, 8], "the cat", "the hat"), ([], "cat", "the mat")):
+        expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]
+        expected += [(token_id, 1) for token_id in (*encode(config.tokenizer, b), EOS)]
+    assert tokens.weights is not None
+    assert list(zip(tokens.ids.tolist(), tokens.weights.tolist())) == expected
+    share = 100 * sum(weight for _, weight in expected) / len(expected)
+    assert f" in 2 documents, {share:.0f} % with loss: " in notes[-1]
+
+
+def test_data_without_any_loss_is_rejected(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": "the cat sat on the mat, the cat", "b": ""}\n')
+    error = tokenize_error(make_config(tmp_path, path, type="json", fields="[a], b", eos_id=None, seq_length=2))
+    assert error.what == "the data has no token to train on"

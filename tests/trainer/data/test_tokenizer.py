@@ -71,13 +71,13 @@ def test_check_in_vocab_rejects_id_beyond_vocab(path: Path):
 
 
 def test_load_tokenizer_fails_without_file(tmp_path: Path):
-    with pytest.raises(PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json, or a folder"):
+    with pytest.raises(PrepError, match=r"no tokenizer at .*none - looked for a tokenizer.json or a Sent"):
         load_tokenizer(tmp_path / "none")
 
 
 def test_load_tokenizer_lists_similar_files(tmp_path: Path):
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(PrepError, match=r"has no tokenizer.json - looked for tokenizer.json; found tokenizer.model"):
+    (tmp_path / "tokenizer_config.json").touch()
+    with pytest.raises(PrepError, match=r"has no tokenizer - looked for .*; found tokenizer_config.json"):
         load_tokenizer(tmp_path)
 
 

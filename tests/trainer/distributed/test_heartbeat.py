@@ -37,7 +37,14 @@ def test_monitor_names_a_process_without_any_heartbeat():
     watched = monitor()
     ends = [watched.check({0: beat(second)}, float(second)) for second in range(12)]
     assert ends[:11] == [None] * 11
-    assert ends[11] == JobEnd("lost", 1, "process 1 is lost", "no heartbeat for 11 s; it sent no heartbeat")
+    assert ends[11] == JobEnd("lost", 1, "process 1 is lost", "no heartbeat for 11 s; no heartbeat of it arrived")
+
+
+def test_monitor_knows_the_places_of_silent_processes():
+    watched = HeartbeatMonitor(2, timeout_s=10.0, step_timeout_s=0.0, start_s=0.0, places={1: "node1, pid 7"})
+    ends = [watched.check({0: beat(second)}, float(second)) for second in range(12)]
+    reason = "no heartbeat for 11 s; no heartbeat of it arrived"
+    assert ends[11] == JobEnd("lost", 1, "process 1 (node1, pid 7) is lost", reason)
 
 
 def test_monitor_ignores_the_time_of_its_own_suspension():

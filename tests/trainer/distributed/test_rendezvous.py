@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prepcli.launch.local import free_port
+from trainer.distributed.hosts import process_place
 from trainer.distributed.rendezvous import index_ranges, meet_processes
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
@@ -28,20 +29,24 @@ def meet(
         before: Called with the port after process 0 has started, if it is the first.
     """
     port = free_port()
-
-    def run(index: int, count: int) -> str:
-        try:
-            meet_processes(ProcessAddress(index, count, f"127.0.0.1:{port}"), timeout_s)
-        except PrepError as error:
-            return str(error)
-        return ""
-
     with ThreadPoolExecutor(len(processes)) as pool:
-        futures = [pool.submit(run, *processes[0])]
+        futures = [pool.submit(meet_as, *processes[0], port=port, timeout_s=timeout_s)]
         if before is not None:
             before(port)
-        futures += [pool.submit(run, *process) for process in processes[1:]]
+        futures += [pool.submit(meet_as, *process, port=port, timeout_s=timeout_s) for process in processes[1:]]
         return [future.result() for future in futures]
+
+
+def meet_as(
+    index: int, count: int, *, port: int, timeout_s: float = LONG_S, job: str = "", settings_digest: str = ""
+) -> str:
+    """Meet the other processes as one of them; return its error, or an empty text."""
+    address = ProcessAddress(index, count, f"127.0.0.1:{port}", job=job, settings_digest=settings_digest)
+    try:
+        meet_processes(address, timeout_s)
+    except PrepError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
@@ -89,6 +94,53 @@ def test_meet_processes_replaces_a_process_that_has_ended():
             connection.sendall(b'{"protocol": "prep-1", "index": 1, "count": 3}\n')
 
     assert meet([(0, 3), (1, 3), (2, 3)], LONG_S, before=start_and_end) == ["", "", ""]
+
+
+def test_meet_processes_returns_the_places():
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        addresses = [ProcessAddress(index, 3, f"127.0.0.1:{port}") for index in range(3)]
+        places = [*pool.map(meet_processes, addresses, [LONG_S] * 3)]
+    assert [sorted(known) for known in places] == [[0, 1, 2], [0, 1], [0, 2]]
+    assert {place for known in places for place in known.values()} == {process_place()}
+
+
+def test_meet_processes_refuses_another_job_alone():
+    """The job goes on; a process of another job, with the same address, learns which job it has reached."""
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(meet_as, 0, 3, port=port, job="SLURM job 7.0")
+        second = pool.submit(meet_as, 2, 3, port=port, job="SLURM job 7.0")
+        error = meet_as(1, 2, port=port, job="SLURM job 8.0")
+        last = pool.submit(meet_as, 1, 3, port=port, job="SLURM job 7.0")
+        assert [first.result(), second.result(), last.result()] == ["", "", ""]
+    assert f"process 0 at 127.0.0.1:{port} belongs to another job" in error
+    assert f"`SLURM job 7.0` on {process_place()}; this process is of `SLURM job 8.0`" in error
+
+
+def test_meet_processes_names_refused_processes():
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet_as, 0, 2, port=port, job="recipe a", timeout_s=3.0)
+        assert "belongs to another job" in meet_as(1, 2, port=port, job="recipe b")
+        assert "process 1 of 2 did not start" in first.result()
+        assert f"it refused process 1 of `recipe b` ({process_place()})" in first.result()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_meet_processes_prefers_equal_settings(is_first: bool):
+    """Of two processes with the same index, the one with the settings of process 0 belongs to its job."""
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        process_0 = pool.submit(meet_as, 0, 3, port=port, settings_digest="a")
+        digests = ("b", "a") if is_first else ("a", "b")
+        results = {}
+        for digest in digests:
+            results[digest] = pool.submit(meet_as, 1, 3, port=port, settings_digest=digest)
+            time.sleep(0.5)
+        assert "belongs to another job" in results["b"].result()
+        assert meet_as(2, 3, port=port, settings_digest="a") == ""
+        assert (process_0.result(), results["a"].result()) == ("", "")
 
 
 def test_meet_processes_reports_a_port_in_use():

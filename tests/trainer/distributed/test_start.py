@@ -34,6 +34,23 @@ except PrepError as error:
     print(error)
 """
 
+TWICE = """
+import sys
+import jax
+from trainer.distributed.start import start_processes
+from trainer.models.errors import PrepError
+from trainer.models.process_address import ProcessAddress
+
+address = ProcessAddress(int(sys.argv[2]), 2, f"127.0.0.1:{sys.argv[1]}")
+group = start_processes(address, start_timeout_s=60, heartbeat_timeout_s=10)
+assert jax.device_count() == 2 * jax.local_device_count()
+group.disconnect()
+try:
+    start_processes(address, start_timeout_s=60, heartbeat_timeout_s=10)
+except PrepError as error:
+    print(error)
+"""
+
 
 def address(coordinator: str, *, hosts: int | None, host: int | None) -> ProcessAddress:
     """Return the address of process 1 of 4."""
@@ -74,3 +91,17 @@ def test_start_processes_keeps_connected_processes():
         [sys.executable, "-c", CONNECTED, str(free_port())], capture_output=True, text=True, check=True, timeout=300
     )
     assert "jax is connected as process 0 of 1, and the test says otherwise" in process.stdout
+
+
+def test_start_processes_refuses_a_second_start():
+    """The devices stay those of the first job, whose connection has ended."""
+    port = str(free_port())
+    processes = [
+        subprocess.Popen([sys.executable, "-c", TWICE, port, index], stdout=subprocess.PIPE, text=True)
+        for index in "01"
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    for output in outputs:
+        assert "this Python process has used jax's devices before" in output
+        assert "start a new Python process for each run" in output

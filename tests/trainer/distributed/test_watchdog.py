@@ -65,7 +65,7 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
             job.ends[index] = end
             job.reported[index].set()
 
-        settings = WatchSettings(TIMEOUT_S, 0.0, f"host-{index}")
+        settings = WatchSettings(TIMEOUT_S, 0.0, {index: f"host-{index}"})
         job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
     for dog in job.dogs:
         dog.start()
@@ -103,6 +103,45 @@ def test_watchdogs_name_process_0_without_its_answer():
     assert {end.what.partition(" (")[0] for end in job.ends.values()} == {"process 0"}
 
 
+def test_watchdog_names_a_process_0_that_never_decided():
+    ends, reported = list[JobEnd](), threading.Event()
+
+    def on_end(end: JobEnd) -> None:
+        ends.append(end)
+        reported.set()
+
+    settings = WatchSettings(TIMEOUT_S, 0.0, {0: "node0, pid 7", 1: "node1, pid 8"})
+    dog = Watchdog(Texts(1, {}, threading.Event()), settings, is_broken=lambda: False, on_end=on_end)
+    dog.start()
+    assert reported.wait(WAIT_S)
+    dog.close()
+    assert [end.what for end in ends] == ["process 0 (node0, pid 7) is lost"]
+
+
+class SilentTexts(Texts):
+    """Texts of a process whose service ends before it has answered the end of the job."""
+
+    def publish(self, key: str, text: str) -> None:
+        if key.startswith("ended/"):
+            self.is_up.clear()
+            threading.Event().wait()
+        super().publish(key, text)
+
+
+def test_failed_process_reports_its_own_error_without_an_answer():
+    ends, is_up = list[JobEnd](), threading.Event()
+    is_up.set()
+    texts = SilentTexts(1, {}, is_up)
+    settings = WatchSettings(TIMEOUT_S, 0.0, {1: "node1, pid 8"})
+    dog = Watchdog(texts, settings, is_broken=lambda: not is_up.is_set(), on_end=ends.append)
+    dog.start()
+    main = threading.Thread(target=dog.end_job, args=(JobEnd("failed", 1, "process 1 failed", "disk"),), daemon=True)
+    main.start()
+    main.join(WAIT_S)
+    assert not main.is_alive(), "the main thread can report the error"
+    assert ends == [], "the watchdog does not report another one"
+
+
 def test_watchdogs_stay_silent_after_close():
     job = start_job()
     job.close()
@@ -111,6 +150,6 @@ def test_watchdogs_stay_silent_after_close():
 
 
 def test_interval_fits_the_timeout_and_the_number_of_processes():
-    assert WatchSettings(60.0, 0.0, "host").interval_s(4) == INTERVAL_S
-    assert WatchSettings(5.0, 0.0, "host").interval_s(4) == 1.0
-    assert WatchSettings(60.0, 0.0, "host").interval_s(4096) > 8
+    assert WatchSettings(60.0, 0.0, {}).interval_s(4) == INTERVAL_S
+    assert WatchSettings(5.0, 0.0, {}).interval_s(4) == 1.0
+    assert WatchSettings(60.0, 0.0, {}).interval_s(4096) > 8

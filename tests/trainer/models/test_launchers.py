@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.models.errors import UsageError
-from trainer.models.launchers import LaunchedProcess, detect_launcher
+from trainer.models.launchers import LaunchedProcess, detect_launcher, job_name
 
 JAX = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234"}
 SLURM = {  # of `srun --nodes 2 --ntasks 4`, second task of the second node
@@ -125,3 +125,18 @@ def test_detect_launcher_refuses_incomplete_variables(environ: dict[str, str], m
     with pytest.raises(UsageError) as raised:
         detect_launcher(environ)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "expected"),
+    [
+        ("SLURM", SLURM | {"SLURM_STEP_ID": "2"}, "SLURM job 71.2"),
+        ("Open MPI", OPEN_MPI, "Open MPI job 1531576320"),
+        ("Open MPI", OPEN_MPI | {"PMIX_NAMESPACE": "prterun-n1-8@1"}, "Open MPI job prterun-n1-8@1"),
+        ("Kubernetes", POD | {"JOBSET_NAME": "run"}, "JobSet run"),
+        ("Kubernetes", POD, ""),
+        ("JAX_NUM_PROCESSES", JAX | SLURM, ""),  # another launcher's job
+    ],
+)
+def test_job_name_is_that_of_the_launcher(launcher: str, environ: dict[str, str], expected: str):
+    assert job_name(launcher, environ) == expected

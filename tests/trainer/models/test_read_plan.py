@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.models import read_plan
-from trainer.models.read_plan import ReadPlan, ShardedLeaf, choose_read_plan, read_ratio
+from trainer.models.read_plan import ReadPlan, ShardedLeaf, aligned_slabs, choose_read_plan, read_ratio
 
 AXES = ("dp", "fsdp", "mp")
 
@@ -122,3 +122,20 @@ def test_choose_read_plan_leaves_small_leaves_whole():
 )
 def test_read_ratio_counts_units_that_processes_share(boxes: dict[int, list[read_plan.Box]], ratio: float):
     assert read_ratio(boxes, (8, 8), (2, 8)) == ratio
+
+
+@given(st.data(), st.integers(1, 400))
+def test_aligned_slabs_cover_a_box_once_with_whole_units(data: st.DataObject, max_volume: int):
+    shape = data.draw(st.lists(st.integers(1, 12), min_size=0, max_size=3))
+    unit = [data.draw(st.integers(1, extent)) for extent in shape]
+    corners = [data.draw(st.tuples(st.integers(0, extent), st.integers(0, extent))) for extent in shape]
+    box = tuple((min(pair), max(pair)) for pair in corners)
+    counts = np.zeros(shape, int)
+    for slab in aligned_slabs(box, unit, max_volume):
+        counts[tuple(slice(*span) for span in slab)] += 1
+        assert math.prod(high - low for low, high in slab) <= max(max_volume, math.prod(unit))
+        for span, bounds, length in zip(slab, box, unit, strict=True):
+            assert all(cut % length == 0 or cut in bounds for cut in span)
+    expected = np.zeros(shape, int)
+    expected[tuple(slice(*span) for span in box)] = 1
+    assert (counts == expected).all()

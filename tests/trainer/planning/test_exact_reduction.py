@@ -90,6 +90,15 @@ def test_reduction_shards_of_a_recipe(tmp_path: Path, mesh: str, overrides: tupl
             "`train.reduction` is exact, and `model.offload` is residuals - both together are not supported"
             " - `--set model.offload=none` or `--set train.reduction=fast`",
         ),
+        *(
+            (
+                "1,1,1",
+                (f"optimizer.type={name}",),
+                f"`train.reduction` is exact, and `optimizer.type` is {name} - it sums over parameters in the order of "
+                "the mesh; adamw, lion, sgd do not - `--set optimizer.type=adamw` or `--set train.reduction=fast`",
+            )
+            for name in ("adafactor", "muon", "palm")
+        ),
     ],
 )
 def test_reduction_shards_rejects_what_is_not_exact(tmp_path: Path, mesh: str, overrides: tuple[str, ...], text: str):

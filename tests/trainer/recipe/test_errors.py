@@ -58,9 +58,10 @@ FILES = {
         "x.toml:10: unknown key `optimiser` - did you mean `optimizer`?",
     ),
     "unknown table": (
-        GOOD + "[lora]\nrank = 8\n",
-        "x.toml:14: unknown key `lora` - "
-        "known: name, seed, mesh, rules, model, data, batch, optimizer, loss, train, eval, checkpoint, log, cluster",
+        GOOD + "[peft]\nquality = 8\n",
+        "x.toml:14: unknown key `peft` - "
+        "known: name, seed, mesh, rules, model, data, batch, optimizer, lora, loss, train, eval, checkpoint, log, "
+        "cluster",
     ),
     "key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),
@@ -104,8 +105,9 @@ FILES = {
     ),
     "misspelled value": (
         replaced("lr = 1e-3", 'lr = 1e-3\nschedule = "cosin"'),
-        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine" or "constant": shape of the learning '
-        "rate decay - did you mean `cosine`?",
+        'x.toml:12: `optimizer.schedule` is "cosin" - it takes "linear", "cosine", "constant", "wsd" or '
+        '"rsqrt": shape of the learning rate decay; wsd: constant, then linear in the last `cooldown_steps`; rsqrt: '
+        "with the inverse square root of the step - did you mean `cosine`?",
     ),
     "neither of two types": (
         GOOD + '[checkpoint]\nkeep = "every"\n',
@@ -115,12 +117,14 @@ FILES = {
     ),
     "list with an invalid item": (
         replaced('path = "train.txt"', 'path = [\n  "a",\n  3,\n]'),
-        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs'
+        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs, also in '
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "empty list": (
         replaced('path = "train.txt"', "path = []"),
-        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs"
+        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs, also in "
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "name that is not a folder name": (
@@ -161,10 +165,18 @@ FILES = {
         "x.toml:8: `data.source_length` is 16 - `data.fields` has no source in brackets - "
         '`fields = "[article], summary"`',
     ),
-    "source without a length": (
-        replaced('type = "text"', 'type = "json"\nfields = "[a], b"'),
-        'x.toml:6: `data.source_length` is missing - `data.fields` has a source: "[a], b" - `source_length = 512` in '
-        "[data]",
+    "format with text data": (
+        replaced("seq_length = 8", 'seq_length = 8\nformat = "chat"'),
+        'x.toml:8: `data.format` is "chat" - it is for columns of json objects, but `data.type` is text - '
+        '`type = "json"`',
+    ),
+    "fields twice": (
+        replaced('type = "text"', 'type = "json"\nfields = "body"\nfields_from_example = "how"'),
+        'x.toml:6: `data.fields` is "body" - `data.fields_from_example` is "how" - remove one of them',
+    ),
+    "format with fields from the example": (
+        replaced('type = "text"', 'type = "json"\nformat = "chat"\nfields_from_example = "how"'),
+        'x.toml:6: `data.format` is "chat" - `data.fields_from_example` is "how" - remove one of them',
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),

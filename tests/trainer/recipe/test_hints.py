@@ -78,7 +78,7 @@ def test_override_errors_follow_file_errors():
 
 def test_empty_recipe_lists_all_required_keys():
     missing = re.findall(r"`([a-z_.]+)` is missing", error_of("").why)
-    assert missing == ["model.path", "data.type", "data.path", "data.seq_length", "optimizer.lr"]
+    assert missing == ["model.path", "data.path", "data.seq_length", "optimizer.lr"]
 
 
 def test_required_key_under_other_name_is_not_missing():
@@ -173,7 +173,7 @@ def test_translate_value_returns_the_value_of_the_synonym(name: str, value: Any,
         ("data.shuffle", "True", "true"),
         ("mesh", [1, 8, 1], '"1,8,1"'),
         ("model.dtype", "BF16", '"bfloat16"'),
-        ("model.dtype", "fp16", ""),
+        ("model.dtype", "fp16", '"float16"'),
         ("checkpoint.keep", "All", '"all"'),
         ("data.path", ["a", 3], ""),
         ("optimizer.type", "adamw_torch", '"adamw"'),

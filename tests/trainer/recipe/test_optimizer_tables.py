@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import pytest
 
 from trainer.models.errors import PrepError
-from trainer.recipe import load_recipe, recipe_to_toml
+from trainer.recipe import load_recipe, recipe_to_toml, warmup_decay
 from trainer.recipe.formatting import describe_type
-from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable, OptimizerTable
-from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, merge_members
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable, PalmTable
+from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of
 
 TABLES = {
     "model": {"path": "tiny-init"},
@@ -19,13 +19,6 @@ TABLES = {
     "batch": {"size": 4},
     "train": {"steps": 20},
 }
-
-
-class OtherTable(OptimizerTable):
-    """Another optimizer, with a key of its own."""
-
-    type: Literal["other"]
-    momentum: float = 0.9
 
 
 def make_recipe(**optimizer: object) -> Recipe:
@@ -38,10 +31,12 @@ def test_optimizer_type_defaults_to_adamw():
 
 
 def test_optimizer_tables_are_named_by_their_type():
-    assert {name: table.model_fields["type"].default for name, table in OPTIMIZER_TABLES.items()} == {"adamw": "adamw"}
+    types = {name: table.model_fields["type"] for name, table in OPTIMIZER_TABLES.items()}
+    assert {name: get_args(field.annotation) for name, field in types.items()} == {name: (name,) for name in types}
+    assert [name for name, field in types.items() if not field.is_required()] == ["adamw"]
 
 
-@pytest.mark.parametrize(("value", "text"), [("lion", '"lion"'), (3, '"3"'), (["adamw"], '["adamw"]')])
+@pytest.mark.parametrize(("value", "text"), [("adam", '"adam"'), (3, '"3"'), (["adamw"], '["adamw"]')])
 def test_unknown_optimizer_is_reported_with_other_errors(tmp_path: Path, value: object, text: str):
     path = tmp_path / "small.toml"
     path.write_text(recipe_to_toml(make_recipe(), {}))
@@ -49,24 +44,65 @@ def test_unknown_optimizer_is_reported_with_other_errors(tmp_path: Path, value: 
         load_recipe(path, [f"optimizer.type={value}", "optimizer.lr=0", "optimizer.b1=2"])
     lines = caught.value.why.splitlines()
     assert len(lines) == 3
-    hint = "`--set optimizer.type=adamw`"
-    assert f'--set: `optimizer.type` is {text} - it takes "adamw": Adam with decoupled weight decay - {hint}' in lines
+    (line,) = (line for line in lines if "`optimizer.type`" in line)
+    assert line.startswith(f'--set: `optimizer.type` is {text} - it takes "adamw", "adafactor", "lion", ')
 
 
 def test_type_lists_all_members_of_the_union():
-    members = [table.model_json_schema()["properties"] for table in (AdamWTable, OtherTable)]
-    members[1]["type"]["description"] = "another optimizer"
-    merged = merge_members(members)
-    assert describe_type(merged["type"]) == '"adamw" or "other"'
-    assert merged["type"]["description"] == "Adam with decoupled weight decay; another optimizer"
-    assert merged["type"]["default"] == "adamw"
-    assert {"type", "lr", "weight_decay", "momentum"} <= merged.keys()
+    schema = KEY_SCHEMAS["optimizer.type"]
+    assert describe_type(schema) == '"adamw", "adafactor", "lion", "muon", "sgd" or "palm"'
+    assert "adamw: Adam with decoupled weight decay; adafactor: second moments of row" in schema["description"]
+    assert schema["default"] == "adamw"
+    assert {"optimizer.weight_decay", "optimizer.momentum", "optimizer.update_rms"} <= KEY_SCHEMAS.keys()
 
 
 def test_keys_of_a_recipe_are_those_of_its_optimizer():
-    recipe = make_recipe()
-    assert [*keys_of(recipe)] == [*KEY_SCHEMAS]
-    other = recipe.model_copy(update={"optimizer": OtherTable(type="other", lr=1e-3)})
-    missing = {"weight_decay", "decay_embeddings", "b1", "b2", "eps", "clip_norm"}
-    assert {*KEY_SCHEMAS} - {*keys_of(other)} == {f"optimizer.{name}" for name in missing}
-    assert "weight_decay" not in recipe_to_toml(other, {})
+    recipe = make_recipe(type="lion")
+    missing = {*KEY_SCHEMAS} - {*keys_of(recipe)}
+    names = ("eps", "momentum", "nesterov", "decay_rate", "factored", "min_factored_size", "clip_threshold")
+    others = ("scale_by_parameter", "newton_schulz_steps", "update_rms")
+    assert missing == {f"optimizer.{name}" for name in (*names, *others)}
+    assert "\neps" not in recipe_to_toml(recipe, {})
+
+
+def test_palm_has_the_defaults_of_easylm():
+    table = make_recipe(type="palm").optimizer
+    assert isinstance(table, PalmTable)
+    values = (table.lr, table.momentum, table.decay_rate, table.weight_decay, table.clip_norm, table.schedule)
+    assert values[1:] == (0.9, 0.99, 1e-4, 1.0, "rsqrt")
+    assert PalmTable(type="palm").lr == 0.01
+    assert warmup_decay(table, 20).warmup_steps == 10_000
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "key", "hint"),
+    [
+        ("lion", "eps=1e-8", "`eps` is a key of adamw and muon"),
+        ("adamw", "momentum=0.9", "`momentum` is a key of adafactor, muon, sgd and palm"),
+        ("sgd", "update_rms=0.1", "`update_rms` is a key of muon"),
+    ],
+)
+def test_keys_of_other_optimizers_are_unknown(tmp_path: Path, optimizer: str, key: str, hint: str):
+    path = tmp_path / "small.toml"
+    path.write_text(recipe_to_toml(make_recipe(type=optimizer), {}))
+    with pytest.raises(PrepError, match=f"unknown key `optimizer.{key.partition('=')[0]}`") as caught:
+        load_recipe(path, [f"optimizer.{key}"])
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["freeze", "decay_exclude", "decay_include"])
+def test_invalid_patterns_are_reported(tmp_path: Path, key: str):
+    path = tmp_path / "small.toml"
+    path.write_text(recipe_to_toml(make_recipe(), {}))
+    with pytest.raises(PrepError, match=f"`optimizer.{key}` has the invalid pattern `re:\\(`"):
+        load_recipe(path, [f"optimizer.{key}=re:("])
+
+
+def test_loss_scale_needs_float16(tmp_path: Path):
+    path = tmp_path / "small.toml"
+    path.write_text(recipe_to_toml(make_recipe(), {}))
+    with pytest.raises(
+        PrepError, match=r"`optimizer\.loss_scale` is 64\.0 - `model\.dtype` is float32, which needs none"
+    ):
+        load_recipe(path, ["optimizer.loss_scale=64.0"])
+    assert load_recipe(path, ["optimizer.loss_scale=dynamic", "model.dtype=float16"]).recipe.model.dtype == "float16"

@@ -16,9 +16,13 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
+from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
+from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.run_tables import Cluster
-from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -50,7 +54,9 @@ def test_load_recipe_fills_in_defaults(small: Path):
     recipe = loaded.recipe
     assert (recipe.name, recipe.seed, recipe.mesh) == ("small", 0, "-1,1,1")
     assert (recipe.model.path, recipe.data.path, recipe.data.fields) == ("tiny-init", ("train.txt",), None)
-    assert (recipe.checkpoint.keep, recipe.optimizer.b2, recipe.model.head_chunk_size) == (2, 0.999, None)
+    assert (recipe.checkpoint.keep, recipe.model.head_chunk_size) == (2, None)
+    assert isinstance(recipe.optimizer, AdamWTable)
+    assert recipe.optimizer.b2 == 0.999
     assert loaded.origins["seed"] == loaded.origins["name"] == loaded.origins["eval.limit"] == "default"
     assert set(KEY_SCHEMAS) - set(loaded.origins) == {
         "model.path",
@@ -68,6 +74,16 @@ def test_recipe_is_frozen(small: Path):
     with pytest.raises(ValueError, match="frozen"):
         recipe.optimizer.__setattr__("lr", 1.0)
     assert recipe == load_recipe(small).recipe
+
+
+@pytest.mark.parametrize(
+    ("data_format", "fields"),
+    [("text", "text"), ("prompt_completion", "[prompt], completion"), ("chat", "messages")],
+)
+def test_fields_default_to_those_of_the_format(small: Path, data_format: str, fields: str):
+    overrides = ["data.type=json", f"data.format={data_format}"]
+    assert load_recipe(small, overrides).recipe.data.fields == fields
+    assert load_recipe(small, [*overrides, "data.fields=other"]).recipe.data.fields == "other"
 
 
 def test_fields_of_json_default_to_text(small: Path):
@@ -119,10 +135,11 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", *START_KEYS}
+    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "data.objective"}
+    conflicting |= {"optimizer.loss_scale", "lora.path", "data.sources", "data.eval_split", *START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
-        for key, key_schema in KEY_SCHEMAS.items()
+        for key, key_schema in key_schemas_of("adamw").items()
         if key not in conflicting
     }
     values |= {"data.type": "json", "optimizer.schedule": "cosine"}
@@ -161,6 +178,14 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 PATHS = TEXTS.filter(lambda text: "${" not in text and not text.startswith("~"))
 NAMES = st.from_regex(r"[^\s./\\\x00-\x1f\x7f-][^/\\\x00-\x1f\x7f]*", fullmatch=True).filter(lambda t: t.isprintable())
 START_KEYS = ("model.init", "model.preset", "model.config")  # of a random start, instead of `model.path`
+TEXT_LISTS = (
+    "data.path",
+    "data.eval_path",
+    "rules",
+    "optimizer.freeze",
+    "optimizer.decay_exclude",
+    "optimizer.decay_include",
+)
 VALUES_BY_KEY = {
     "model.overrides": st.dictionaries(NAMES, st.integers(1, 2**20) | TEXTS, min_size=1, max_size=2),
     "name": NAMES,
@@ -176,6 +201,12 @@ VALUES_BY_KEY = {
     "data.path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.eval_path": PATHS | st.lists(PATHS, min_size=1, max_size=3),
     "data.source_prefix": TEXTS,
+    "optimizer.freeze": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_exclude": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.decay_include": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
+    "optimizer.cooldown_steps": st.just(1),
+    "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
+    "data.prepend_text": TEXTS,
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -185,6 +216,12 @@ VALUES_BY_KEY = {
         {"project": TEXTS}, optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()}
     ),
 }
+
+LORA_VALUES: list[dict[str, Any]] = [
+    {},
+    {"lora.path": "adapter", "lora.base_dtype": "bfloat16"},
+    {"lora.rank": 8, "lora.alpha": 4.5, "lora.targets": ["attn.*", "mlp.up"], "lora.use_rslora": True},
+]
 
 
 def accepted_values(key_schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -217,23 +254,41 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     warmup = draw(st.sampled_from(["warmup_steps", "warmup_ratio"]))
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
-    excluded |= {"data.source_length", "data.source_prefix"}
+    excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
+    excluded |= {"optimizer.loss_scale", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
-    required = {key for key, item in KEY_SCHEMAS.items() if "default" not in item and "absent" not in item} | chosen
-    required |= {"model.path"}
-    optional = [*sorted(set(KEY_SCHEMAS) - required - excluded), f"optimizer.{warmup}"]
+    excluded |= {"data.sources", "data.eval_split", "data.objective", *NOISE_KEYS}
+    optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
+    schemas = key_schemas_of(optimizer)
+    excluded |= {"optimizer.type"} | ({"optimizer.schedule"} if optimizer == "palm" else set[str]())
+    required = {key for key, item in schemas.items() if "default" not in item and "absent" not in item} | chosen
+    required |= {"model.path", "data.path"}
+    optional = [*sorted(set(schemas) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
-    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(KEY_SCHEMAS[key]))) for key in sorted(keys)}
-    if values["data.type"] == "json" and draw(st.booleans()):
-        values["data.fields"] = draw(TEXTS.filter(lambda text: not {*text} & {*"[]"}))
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
+    values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
+    has_columns = values.get("data.type", "auto") in DEFAULT_FIELDS
+    if has_columns and draw(st.booleans()):
+        values["data.fields"] = draw(TEXTS.filter(lambda text: not SIGNS.search(text)))
+        values |= draw(st.fixed_dictionaries({}, optional={"data.subfield_separator": TEXTS}))
+    elif has_columns and draw(st.booleans()):
+        values["data.fields_from_example"] = draw(TEXTS)
+    elif has_columns and draw(st.booleans()):
+        values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
+    elif has_columns and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
+    elif "data.packing" not in values and "data.always_start_with_bos" not in values and draw(st.booleans()):
+        values |= {"data.objective": "span_corruption", "data.source_length": 512, "data.seq_length": 114}
+        values |= draw(st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)}))
+    values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
+        values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))
     return values
 
 
@@ -253,7 +308,7 @@ def test_recipe_to_toml_round_trips(tmp_path: Path, flat: dict[str, Any], with_c
     path.write_bytes(toml(flat).replace("\n", "\r\n" if with_crlf else "\n").encode())
     loaded = load_recipe(path)
     for key, value in flat.items():
-        expected = (value,) if key in ("data.path", "data.eval_path", "rules") and isinstance(value, str) else value
+        expected = (value,) if key in TEXT_LISTS and isinstance(value, str) else value
         assert value_of(loaded.recipe, key) == (tuple(expected) if isinstance(expected, list) else expected)
         assert key not in loaded.origins
     written = tmp_path / "recipe.toml"

@@ -106,6 +106,23 @@ def test_perplexity_of_a_huge_loss_is_finite():
     assert EvaluationResult(mean_loss=1e6, accuracy=0.0, num_tokens=1).perplexity == math.exp(700)
 
 
+@pytest.mark.parametrize(
+    ("at_start", "eval_every", "steps"),
+    [(None, 0, [1]), (None, 1, [0, 1]), (True, 0, [0, 1]), (False, 1, [1])],
+)
+def test_loop_evaluates_at_the_start_if_asked_to(
+    tmp_path: Path, at_start: bool | None, eval_every: int, steps: list[int]
+):
+    setup, callbacks = runs.make_setup(), runs.RecordingCallbacks()
+    job = runs.make_job(setup, batch_size=4, steps=1, eval_every=eval_every, eval_at_start=at_start)
+    metrics = MetricsWriter(tmp_path / METRICS_FILE, 0)
+    Loop(
+        *(job, runs.make_state(setup)), store=runs.MemoryStore(), metrics=metrics, callbacks=callbacks,
+        poll_stop_reason=runs.never_stop,
+    ).run()  # fmt: skip
+    assert [line["step"] for line in callbacks.evaluations] == steps
+
+
 def test_loop_logs_the_result_of_evaluate(tmp_path: Path):
     setup = runs.make_setup()
     job = runs.make_job(setup, batch_size=4, steps=1, eval_every=1, stop_after=1)

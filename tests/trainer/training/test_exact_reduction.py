@@ -12,18 +12,24 @@ import numpy as np
 import pytest
 
 from tests.helpers import runs
+from tests.helpers.optimizers import make_optimizer
 from tests.helpers.slow_cases import slow_except
 from trainer.distributed.sharding import make_sharding_context
 from trainer.models.mesh import parse_mesh
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
+from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.step import StepSetup
 
 ONE_DEVICE = "1,1,1"
 MESHES = ("2,1,1", "4,1,1", "8,1,1", "1,2,1", "1,8,1", "2,4,1")
 TIMINGS = ("seconds", "tokens_per_s")
 REFERENCE, BLOCKWISE = AttentionOptions(), AttentionOptions("blockwise", 8, 8)
+
+
+OPTIONS = ("scan_layers", "remat_policy", "dtype", "attention_options", "optimizer")
+COMPACT = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("re:attn\\.o",)}
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,11 @@ class Variant:
     remat_policy: str = "none"
     dtype: str = "float32"
     attention_options: AttentionOptions = REFERENCE
+    optimizer: Optimizer = runs.ADAMW
 
     def setup(self, mesh: str, accumulate: int = 1) -> StepSetup:
         """Return the setup of exact steps with 8 logical shards on some of the devices."""
-        options = {name: getattr(self, name) for name in ("scan_layers", "remat_policy", "dtype", "attention_options")}
+        options = {name: getattr(self, name) for name in OPTIONS}
         dropout = runs.DROPOUT if self.dropout else runs.NO_DROPOUT
         setup = runs.make_setup(runs.CONFIGS[self.family], accumulate=accumulate, dropout=dropout, **options)
         parsed = parse_mesh(mesh)
@@ -55,8 +62,10 @@ VARIANTS = (
     Variant("gpt_neo", dropout=True, remat_policy="nothing_saveable"),
     Variant("gpt_neo", scan_layers=False),
     Variant("mixtral"),
+    Variant("llama", optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT)),
+    Variant("llama", optimizer=make_optimizer("sgd", lr=1.0, clip_norm=0.5)),
 )
-FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"))
+FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"), (VARIANTS[6], "2,4,1"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def test_exact_runs_end_in_equal_bytes(
     assert result.lines == expected.lines
     assert [name for name in result.state if result.state[name] != expected.state[name]] == []
     assert result.lines[9]["loss"] < result.lines[0]["loss"] - 0.3
-    assert max(line["grad_norm"] for line in result.lines[:10]) > runs.ADAMW.clip_norm, "nothing is clipped"
+    assert max(line["grad_norm"] for line in result.lines[:10]) > variant.optimizer.clip_norm, "nothing is clipped"
 
 
 def test_exact_runs_do_not_depend_on_micro_batches(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 
 import jax
@@ -15,7 +16,7 @@ from tests.helpers import runs
 from tests.helpers.processes import finish, start_processes
 from trainer.models import read_plan
 from trainer.models.partition import Box
-from trainer.training import leaf_loading
+from trainer.training import leaf_loading, shard_filling
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 
 MESHES = ["8,1,1", "1,8,1", "1,1,8", "2,2,2", "1,2,4", "4,1,2"]
@@ -29,6 +30,14 @@ class CountingReader(runs.MemoryReader):
         counts = self.counts.setdefault(name, np.zeros(self.arrays[name].shape, int))
         for box in parts:
             counts[tuple(slice(*span) for span in box)] += 1
+        super().read(name, parts)
+
+
+class SlabReader(CountingReader):
+    """A reader that records the elements of each read."""
+
+    def read(self, name: str, parts: Mapping[Box, np.ndarray]) -> None:
+        self.read_volumes = [*getattr(self, "read_volumes", []), sum(part.size for part in parts.values())]
         super().read(name, parts)
 
 
@@ -78,6 +87,27 @@ def test_exchanged_leaf_may_split_a_dim_over_several_axes():
     check_exchange(array, (2, 24), sharding_of("2,2,2", None, ("mp", "fsdp")))
     check_exchange(array, (2, 24), sharding_of("2,2,2", ("mp", "dp"), "fsdp"))
     check_exchange(array, (16, 1), sharding_of("2,2,2", "fsdp", "mp"))
+
+
+@pytest.mark.parametrize("unit", [(1, 4, 48), (1, 32, 48), (6, 32, 48), ()], ids=["rows", "layers", "leaf", "any"])
+@pytest.mark.parametrize("axes", [(None, "fsdp", "mp"), (None, "mp", None), ("mp", None, "fsdp")])
+def test_leaf_filled_by_slabs_equals_the_stored_one(
+    monkeypatch: pytest.MonkeyPatch, unit: tuple[int, ...], axes: tuple[str | None, ...]
+):
+    monkeypatch.setattr(shard_filling, "copies_host_arrays", lambda devices: True)
+    monkeypatch.setattr(shard_filling, "MIN_FILLED_NBYTES", 0)
+    monkeypatch.setattr(shard_filling, "SLAB_NBYTES", 2 << 10)
+    array = np.random.default_rng(0).standard_normal((6, 32, 48), np.float32)
+    reader, sharding = SlabReader({"x": array}, read_units={"x": unit}), sharding_of("2,2,2", *axes)
+    loaded = LeafLoader(reader, exchanges=False).load(
+        "x", jax.ShapeDtypeStruct(array.shape, "float32", sharding=sharding)
+    )
+    assert loaded.sharding == sharding
+    for shard in loaded.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), array[shard.index])
+    assert (reader.counts["x"] == 1).all()
+    largest_unit = max(math.prod(unit or (1,)), (2 << 10) // 4)
+    assert max(reader.read_volumes) <= largest_unit
 
 
 def test_exchange_keeps_the_bits_of_all_numbers():

@@ -1,61 +1,44 @@
-"""JSON Lines: each non-blank line is an object with a document, or with a source and a target."""
+"""JSON Lines: each non-blank line is an object."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from trainer.data.readers.reader import Reader, TextChunk, decode_utf8
+from trainer.data.files import DataFile
+from trainer.data.json_types import json_type_name
+from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, Record, decode_utf8, read_stream
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import TextFields
 
 
-def _split_lines(file: BinaryIO) -> Iterable[bytes]:
-    return file
+def _read_lines(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[Record]:
+    return read_stream(file, lambda stream: _parse_lines(file, stream, options))
 
 
-def _read_lines(path: Path, blocks: Iterable[bytes], *, fields: TextFields, prefix: str) -> Iterator[TextChunk]:
-    """Yield one document per non-blank line, or two (source, target) if `fields` has a source."""
-    offset, blank_nbytes = 0, 0
-    for number, line in enumerate(blocks, start=1):
-        text = decode_utf8(path, line, offset)
+def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
+    """Yield one record per valid line; the bytes of blank and invalid lines count for the next one."""
+    offset, skipped_nbytes = 0, 0
+    for number, line in enumerate(stream, start=1):
+        values, place = None, f"{file.path}:{number}"
+        try:
+            text = decode_utf8(place, line, offset)
+            values = _parse_object(place, text.rstrip()) if text.strip() else None
+        except PrepError as error:
+            options.on_error(error)
         offset += len(line)
-        if text.strip():
-            source, target = _source_and_target(f"{path}:{number}", text.rstrip(), fields)
-            if fields.source:
-                yield TextChunk(prefix + source, 0, ends_document=True)
-            yield TextChunk(target, blank_nbytes + len(line), ends_document=True)
-            blank_nbytes = 0
-        else:
-            blank_nbytes += len(line)
+        skipped_nbytes += len(line)
+        if values is not None:
+            yield Record(values, place, skipped_nbytes)
+            skipped_nbytes = 0
 
 
-def _source_and_target(place: str, line: str, fields: TextFields) -> tuple[str, str]:
-    """Return the source and the target of a line; the source is empty if `fields` has none."""
-    record = _parse_json(place, line)
-    if not isinstance(record, dict):
-        what = f"{place}: not an object but {_json_type_name(record)}"
+def _parse_object(place: str, line: str) -> dict[str, Any]:
+    values = _parse_json(place, line)
+    if not isinstance(values, dict):
+        what = f"{place}: not an object but {json_type_name(values)}"
         raise PrepError(what, "type `json` needs one object per line", "`jq -c '.[]'` splits a list into lines")
-    if missing := [column for column in fields.columns if column not in record]:
-        columns = ", ".join(f"`{name}`" for name in record) or "none"
-        hint = "`--set data.fields='[SOURCE], TARGET'`" if fields.source else "`--set data.fields=COLUMN`"
-        raise PrepError(f"{place}: no column `{missing[0]}`", f"its columns: {columns}", hint)
-    source = " ".join(_column_text(place, record, column) for column in fields.source)
-    target = " ".join(_column_text(place, record, column) for column in fields.target)
-    return source, target
-
-
-def _column_text(place: str, record: Mapping[str, Any], column: str) -> str:
-    value = record[column]
-    if not isinstance(value, str):
-        why = f"it is {_json_type_name(value)}"
-        raise PrepError(f"{place}: column `{column}` is not text", why, "fix or remove the line")
-    if not _is_encodable(value):
-        why = "it has an unpaired surrogate, which is not a character"
-        raise PrepError(f"{place}: column `{column}` is not text", why, "fix or remove the line")
-    return value
+    return values
 
 
 def _parse_json(place: str, line: str) -> Any:
@@ -71,17 +54,4 @@ def _parse_json(place: str, line: str) -> Any:
     raise PrepError(f"{place}: not JSON", why, hint)
 
 
-def _json_type_name(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-JSON_READER = Reader(".jsonl", split=_split_lines, read=_read_lines)
+JSON_READER = Reader((".jsonl",), _read_lines, other_suffixes=(".json", ".ndjson"), is_compressible=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.data.readers.reader import Reader, TextChunk, decode_utf8
-from trainer.recipe.text_fields import TextFields
+from trainer.data.files import DataFile
+from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, TextChunk, decode_utf8, read_stream
 
 READ_NBYTES = 1 << 20
 # Maximum bytes of text that are encoded at once. Tokens may depend on it: raise `TOKENS_VERSION` with it.
@@ -23,16 +23,15 @@ CUT_PATTERNS = (  # places where a text may be cut, best first
 )
 
 
-def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+def _split_blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(READ_NBYTES), b"")
 
 
-def _read_text(path: Path, blocks: Iterable[bytes], *, fields: TextFields, prefix: str) -> Iterator[TextChunk]:
-    """Yield the chunks of a text file, which has neither columns nor sources."""
-    return split_text(path, blocks)
+def _read_text(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[TextChunk]:
+    return read_stream(file, lambda stream: split_text(file.path, _split_blocks(stream)))
 
 
-def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
+def split_text(path: Path | str, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
     """Yield a text in chunks of at most TEXT_CHUNK_NBYTES.
 
     Each cut is in the second half of a chunk, in this order of preference
@@ -58,9 +57,11 @@ def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
         buffer += block
         while len(buffer) > TEXT_CHUNK_NBYTES:
             cut = _cut_length(buffer)
-            yield TextChunk(decode_utf8(path, buffer[:cut], offset), cut, ends_document=False)
+            text = decode_utf8(path, buffer[:cut], offset)
+            yield TextChunk(text, cut, starts_document=not offset, ends_document=False)
             buffer, offset = buffer[cut:], offset + cut
-    yield TextChunk(decode_utf8(path, buffer, offset), len(buffer), ends_document=True)
+    text = decode_utf8(path, buffer, offset)
+    yield TextChunk(text, len(buffer), starts_document=not offset, ends_document=True)
 
 
 def _cut_length(data: bytes) -> int:
@@ -74,4 +75,4 @@ def _cut_length(data: bytes) -> int:
     return next(character_starts, TEXT_CHUNK_NBYTES)  # without one the text is not UTF-8, and decoding fails
 
 
-TEXT_READER = Reader(".txt", split=_read_blocks, read=_read_text)
+TEXT_READER = Reader((".txt",), _read_text, is_compressible=True)

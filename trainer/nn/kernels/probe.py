@@ -32,7 +32,7 @@ LENGTH, TILE = 72, (32, 16)  # the last tile of queries is incomplete
 ACCELERATOR_LENGTH = 640  # several blocks of every kernel
 WINDOW, SOFTCAP, LAYER_SCALE, DROPOUT_RATE = 20, 2.0, 0.5, 0.25
 BIAS = RelativePositionBias(num_buckets=8, max_distance=16, bidirectional=True)
-UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+UNIT_ROUNDOFFS = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 CPU_OPTIONS: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}  # halves the compile time
 NUM_ROUNDINGS = 8  # of an element, from scaled queries to a gradient: each rounds to the dtype of the computation
 

@@ -2,46 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
 
 from trainer.recipe import warmup_decay
-from trainer.recipe.optimizer_tables import OptimizerTable
+from trainer.recipe.optimizer_tables import PALM_REFERENCE_LR, OptimizerTable, PalmTable
+
+LATER_FIELDS = ("initial", "cooldown")  # absent from manifests that were written before
 
 
 @dataclass(frozen=True, slots=True)
 class LRSchedule:
-    """A learning rate schedule: linear warmup from 0 to `peak`, then decay to `end`.
+    """A learning rate schedule: linear warmup from `initial` to `peak`, then decay to `end`.
 
     Attributes:
         peak: Learning rate after warmup.
-        end: Learning rate from step `decay` on.
-        kind: Shape of the decay; `constant` keeps `peak`.
+        end: Learning rate from step `decay` on; not used by `constant` and `rsqrt`.
+        kind: Shape of the decay. `constant` keeps `peak`, `wsd` keeps it until the last `cooldown` steps, and `rsqrt`
+            multiplies it by sqrt(warmup / step).
         warmup: Steps of warmup.
         decay: Step at which the decay ends, counted from 0 with warmup included.
+        initial: Learning rate of step 0, if there is warmup.
+        cooldown: Steps of the linear decay of `wsd`.
     """
 
     peak: float
     end: float
-    kind: Literal["linear", "cosine", "constant"]
+    kind: Literal["linear", "cosine", "constant", "wsd", "rsqrt"]
     warmup: int
     decay: int
+    initial: float = 0.0
+    cooldown: int = 0
 
     def learning_rate(self, step: Array) -> Array:
         """Compute the learning rate, float32 [], of the update with index `step` (the first is 0)."""
         step = jnp.asarray(step, jnp.float32)
-        progress = jnp.clip((step - self.warmup) / max(self.decay - self.warmup, 1), 0.0, 1.0)
+        rise = self.initial + (self.peak - self.initial) * step / max(self.warmup, 1)
+        return jnp.where(step < self.warmup, rise, self._after_warmup(step))
+
+    def _after_warmup(self, step: Array) -> Array:
+        if self.kind == "rsqrt":
+            start = float(max(self.warmup, 1))
+            return self.peak * math.sqrt(start) / jnp.sqrt(jnp.maximum(step, start))
+        start = self.decay - self.cooldown if self.kind == "wsd" else self.warmup
+        progress = jnp.clip((step - start) / max(self.decay - start, 1), 0.0, 1.0)
         remaining = {
             "linear": 1.0 - progress,
+            "wsd": 1.0 - progress,
             "cosine": 0.5 * (1.0 + jnp.cos(math.pi * progress)),
             "constant": jnp.ones_like(progress),
         }
-        decayed = self.end + (self.peak - self.end) * remaining[self.kind]
-        return jnp.where(step < self.warmup, self.peak * step / max(self.warmup, 1), decayed)
+        return self.end + (self.peak - self.end) * remaining[self.kind]
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the fields for a manifest, without later fields at their defaults, so that earlier runs resume."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
 
 
 def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
@@ -51,10 +72,15 @@ def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:
         UsageError: The decay would end before the warm-up does.
     """
     schedule = warmup_decay(table, steps)
+    peak, initial = table.lr, table.init_lr
+    if isinstance(table, PalmTable) and table.schedule == "rsqrt":
+        peak = initial = table.lr / PALM_REFERENCE_LR / math.sqrt(max(schedule.warmup_steps, 1))
     return LRSchedule(
-        peak=table.lr,
+        peak=peak,
         end=table.end_lr,
         kind=table.schedule,
         warmup=schedule.warmup_steps,
         decay=schedule.decay_steps,
+        initial=initial,
+        cooldown=schedule.cooldown_steps,
     )

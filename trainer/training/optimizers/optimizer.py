@@ -1,33 +1,118 @@
-"""The protocol of optimizers."""
+"""An optimizer: its update rule, learning rate, weight decay, and what it keeps between steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import jax
 import optax
+from jax import Array
 
-from trainer.models.param_tree import ParamLeaf
+from trainer.models.leaf_patterns import matches_any
+from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, widen_moments
+from trainer.training.optimizers.weight_decay import WeightDecay
+
+EMA = "ema"  # entry of the optimizer state
+OptState = dict[str, Any]
 
 
-class Optimizer(Protocol):
-    """An optimizer with its learning rate schedule."""
+class UpdateRule(Protocol):
+    """A rule from gradients to updates."""
 
-    @property
-    def lr_schedule(self) -> LRSchedule:
-        """The learning rate."""
-        ...
+    def transformation(
+        self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the optax transformation of clipped gradients; the step computes params - update.
 
-    @property
-    def clip_norm(self) -> float:
-        """Maximum norm of the gradients; 0 for no clipping."""
-        ...
-
-    def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
-        """Return the optax transformation of clipped gradients; the step computes params - learning rate * update.
+        Its update takes the `learning_rate` as an extra argument, 1 by default.
 
         Args:
-            leaves: Parameters by path.
+            leaves: Trained parameters by path.
+            decay: Weight decay.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer with its learning rate schedule.
+
+    Attributes:
+        rule: From gradients to updates.
+        lr_schedule: The learning rate.
+        decay: Weight decay.
+        clip_norm: Maximum norm of the gradients; 0 for no clipping.
+        freeze: Patterns of frozen leaves.
+        moment_dtype: Dtype of the moments between steps, "float32" or "bfloat16".
+        ema: Decay rate of the moving average of the parameters; 0 for none.
+    """
+
+    rule: UpdateRule
+    lr_schedule: LRSchedule
+    decay: WeightDecay
+    clip_norm: float
+    freeze: tuple[str, ...] = ()
+    moment_dtype: str = "float32"
+    ema: float = 0.0
+
+    def trained_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+        """Return the trained leaves."""
+        return {path: leaf for path, leaf in leaves.items() if not matches_any(self.freeze, path)}
+
+    def trained(self, params: Tree) -> Tree:
+        """Return the trained parameters."""
+        if not self.freeze:
+            return params
+        flat = flatten_tree(params)
+        return unflatten_tree({path: leaf for path, leaf in flat.items() if not matches_any(self.freeze, path)})
+
+    def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformationExtraArgs:
+        """Return the optax transformation of the trained parameters, given all leaves of the model."""
+        return self.rule.transformation(self.trained_leaves(leaves), self.decay)
+
+    def init(self, params: Tree, leaves: Mapping[str, ParamLeaf]) -> OptState:
+        """Return the state before the first step.
+
+        Args:
+            params: All parameters.
+            leaves: All leaves of the model.
+        """
+        trained = self.trained(params)
+        state: Any = self.transformation(leaves).init(trained)
+        moments = narrow_moments(state, leaves, self.moment_dtype, None)
+        return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), trained)} if self.ema else moments
+
+    def update(
+        self,
+        gradients: Tree,
+        opt_state: OptState,
+        params: Tree,
+        *,
+        leaves: Mapping[str, ParamLeaf],
+        learning_rate: Array,
+        rounding: RoundingKey,
+    ) -> tuple[Tree, OptState]:
+        """Return the trained parameters and the state after a step.
+
+        Args:
+            gradients: Clipped gradients of the trained parameters.
+            opt_state: The state before the step.
+            params: The trained parameters before the step.
+            leaves: All leaves of the model.
+            learning_rate: The learning rate of the step, [].
+            rounding: Seed and number of the step.
+        """
+        moments = {name: value for name, value in opt_state.items() if name != EMA}
+        updates, wide = self.transformation(leaves).update(
+            gradients, widen_moments(moments), params, learning_rate=learning_rate
+        )
+        updated = jax.tree.map(lambda leaf, update: leaf - update, params, updates)
+        new_state: Any = narrow_moments(wide, leaves, self.moment_dtype, rounding)
+        if self.ema:
+            averages = jax.tree.map(lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], updated)
+            new_state = {**new_state, EMA: averages}
+        return updated, new_state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from trainer.data.documents import read_text_chunks
 from trainer.data.files import hash_file
-from trainer.data.readers import text_file
+from trainer.data.readers import READERS, text_file
 from trainer.data.readers.reader import TextChunk
 from trainer.data.readers.text_file import split_text
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import TextFields
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA3 = pre_tokenizers.Split(
@@ -35,9 +34,9 @@ def chunks_of_text(text: bytes, block_nbytes: int = 7) -> list[TextChunk]:
     return list(split_text(Path("t.txt"), blocks))
 
 
-def read_text(path: Path) -> list[TextChunk]:
+def read_text(path: Path) -> Sequence[object]:
     """Read a text file."""
-    return list(read_text_chunks(hash_file(path), "text", fields=TextFields(())))
+    return list(READERS["text"].read(hash_file(path)))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +54,7 @@ def test_split_text_keeps_text_in_bounded_chunks(text: str, block_nbytes: int):
     assert "".join(chunk.text for chunk in chunks) == text.removeprefix("\ufeff")
     assert sum(chunk.nbytes for chunk in chunks) == len(text.encode())
     assert max(chunk.nbytes for chunk in chunks) <= 40
+    assert [chunk.starts_document for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
     assert [chunk.ends_document for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
@@ -95,7 +95,7 @@ def test_split_text_cuts_at_best_place(text: str, first: str):
 
 def test_text_file_is_one_document(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\n")
-    assert read_text(tmp_path / "a.txt") == [TextChunk("one\r\n\r\ntwo\n", 14, True)]
+    assert read_text(tmp_path / "a.txt") == [TextChunk("one\r\n\r\ntwo\n", 14, True, True)]
 
 
 @pytest.mark.parametrize("good", [b"abc\n", b"abc\n" * 200_000])

@@ -12,12 +12,13 @@ import pytest
 
 from tests.helpers import runs
 from trainer.models.param_tree import flatten_tree
+from trainer.training.optimizers.weight_decay import WeightDecay
 
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])
 def test_weight_decay_skips_norms_and_biases(decay_embeddings: bool):
     setup = runs.make_setup()
-    adamw = dataclasses.replace(runs.ADAMW, decay_embeddings=decay_embeddings)
+    adamw = dataclasses.replace(runs.ADAMW, decay=WeightDecay(0.1, decay_embeddings))
     transformation = adamw.transformation(setup.model.leaves)
     ones = jax.tree.map(np.ones_like, runs.make_state(setup)["params"])
     zero_gradients = jax.tree.map(np.zeros_like, ones)

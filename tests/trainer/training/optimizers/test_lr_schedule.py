@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from trainer.recipe.optimizer_tables import AdamWTable
+from trainer.models.errors import PrepError
+from trainer.recipe.optimizer_tables import AdamWTable, PalmTable
 from trainer.training.optimizers.lr_schedule import LRSchedule, build_lr_schedule
 
 
@@ -42,4 +44,98 @@ def test_lr_schedule_fields_match_saved_manifests():
     """Runs compare it with the one in their checkpoints when they resume (FIXED_ON_RESUME)."""
     table = AdamWTable(lr=3e-4, end_lr=1e-5, schedule="cosine", warmup_ratio=0.03)
     expected = {"peak": 0.0003, "end": 1e-05, "kind": "cosine", "warmup": 30, "decay": 1000}
-    assert dataclasses.asdict(build_lr_schedule(table, 1000)) == expected
+    assert build_lr_schedule(table, 1000).manifest_fields() == expected
+
+
+def test_wsd_schedule_is_constant_until_its_cooldown():
+    schedule = build_lr_schedule(
+        AdamWTable(lr=1.0, end_lr=0.2, init_lr=0.5, schedule="wsd", warmup_steps=4, cooldown_steps=8), 20
+    )
+    expected = [0.5, 0.75, 1.0, 1.0, 1.0, 0.6, 0.2, 0.2]
+    assert learning_rates(schedule, 0, 2, 4, 8, 12, 16, 20, 30) == pytest.approx(expected)
+    assert schedule.manifest_fields()["cooldown"] == 8
+
+
+def test_wsd_schedule_decays_in_a_tenth_of_the_steps():
+    assert build_lr_schedule(AdamWTable(lr=1.0, schedule="wsd"), 50).cooldown == 5
+
+
+def test_wsd_phases_must_not_overlap():
+    table = AdamWTable(lr=1.0, schedule="wsd", warmup_steps=15, cooldown_steps=8)
+    with pytest.raises(PrepError, match="warm-up and decay of `wsd` overlap") as caught:
+        build_lr_schedule(table, 20)
+    assert caught.value.hint == "`--set optimizer.cooldown_steps=5`"
+
+
+def test_rsqrt_schedule_is_that_of_t5():
+    """1 / sqrt(max(step, warm-up)), arXiv:1910.10683: `init_lr` = `lr` keeps the rate constant in warm-up."""
+    schedule = build_lr_schedule(AdamWTable(lr=0.01, init_lr=0.01, schedule="rsqrt", warmup_steps=10_000), 10**6)
+    steps = (0, 1, 9_999, 10_000, 10_001, 40_000, 10**6)
+    assert learning_rates(schedule, *steps) == pytest.approx([1 / math.sqrt(max(s, 10_000)) for s in steps], rel=1e-6)
+
+
+# Schedules of the systems whose jobs prep runs: keys, and the rate of step s of n as their code has it
+
+
+def gpt_neo(s: int, n: int) -> float:
+    """transformers-research-projects, run_clm_mp.py: linear to 4e-6 over 10 steps, then linear to 0."""
+    return 4e-6 * s / 10 if s < 10 else 4e-6 * (1 - (s - 10) / (n - 10))
+
+
+def llamabpt_adamw(s: int, n: int) -> float:
+    """ringattention, tux/optimizers.py: cosine from 1e-4, after a warm-up from 1e-6; the decay includes the warm-up."""
+    if s < 10:
+        return 1e-6 + (1e-4 - 1e-6) * s / 10
+    progress = min((s - 10) / (60 - 10), 1)
+    return 1e-5 + (1e-4 - 1e-5) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def llamabpt_palm(s: int, n: int) -> float:
+    """ringattention, tux/optimizers.py: relative to 0.01, with the inverse square root of the step."""
+    return (0.005 / 0.01) / math.sqrt(max(s, 10))
+
+
+def redco(s: int, n: int) -> float:
+    """redco, deployers/utils.py: linear to 2e-5 over a tenth of the steps, then linear to 0."""
+    warmup = n // 10
+    return 2e-5 * s / warmup if s < warmup else 2e-5 * (1 - (s - warmup) / (n - warmup))
+
+
+def redco_cosine(s: int, n: int) -> float:
+    """redco, deployers/utils.py: the same warm-up, then a cosine to 0."""
+    warmup = n // 10
+    return 2e-5 * s / warmup if s < warmup else 2e-5 * (1 + math.cos(math.pi * (s - warmup) / (n - warmup))) / 2
+
+
+GPT_NEO = AdamWTable(lr=4e-6, warmup_steps=10)
+LLAMABPT = AdamWTable(lr=1e-4, init_lr=1e-6, end_lr=1e-5, schedule="cosine", warmup_steps=10, decay_steps=60)
+PALM = PalmTable(type="palm", lr=0.005, warmup_steps=10)
+REDCO = AdamWTable(lr=2e-5, warmup_ratio=0.1)
+REDCO_COSINE = AdamWTable(lr=2e-5, warmup_ratio=0.1, schedule="cosine")
+
+
+@pytest.mark.parametrize(
+    ("table", "formula"),
+    [
+        (GPT_NEO, gpt_neo),
+        (LLAMABPT, llamabpt_adamw),
+        (PALM, llamabpt_palm),
+        (REDCO, redco),
+        (REDCO_COSINE, redco_cosine),
+    ],
+)
+def test_schedule_has_every_value_of_the_system(table: AdamWTable | PalmTable, formula: Callable[[int, int], float]):
+    n = 100
+    schedule = build_lr_schedule(table, n)
+    expected = [formula(step, n) for step in range(n)]
+    assert learning_rates(schedule, *range(n)) == pytest.approx(expected, rel=2e-6, abs=1e-12)
+
+
+def test_schedule_of_flaxlm_differs_in_its_warmup_only():
+    """flaxlm, trainer.py: a warm-up of W + 1 steps is cut at step W, so that its rate jumps there."""
+    n, warmup = 100, 10
+    schedule = build_lr_schedule(AdamWTable(lr=3e-4, warmup_steps=warmup), n)
+    after = [3e-4 * (1 - (step - warmup) / (n - warmup)) for step in range(warmup, n)]
+    assert learning_rates(schedule, *range(warmup, n)) == pytest.approx(after, rel=2e-6, abs=1e-10)
+    before = [3e-4 * step / (warmup + 1) * (warmup + 1) / warmup for step in range(warmup)]
+    assert learning_rates(schedule, *range(warmup)) == pytest.approx(before, rel=2e-6, abs=1e-12)

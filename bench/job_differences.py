@@ -1,0 +1,97 @@
+"""Jobs of two processes, one of which has another clock, disk, recipe, version or data, for `bench.job_kills`."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.helpers.job_faults import ROOT, Fault
+from tests.helpers.processes import Change
+
+DISK_NBYTES = 8 << 20  # of the small disk; a saved step has 0.7 MB
+FILE_NBYTES = 300_000  # less than the data of a saved step
+FILLER = "filler"
+WAIT_S = 60.0
+SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"  # faketime breaks it
+FULL_TMPDIR = (
+    *("unshare", "--mount", "sh", "-c"),
+    'mount -t tmpfs -o size=16k none "$TMPDIR" && cat /dev/zero > "$TMPDIR/filler" 2> /dev/null; exec "$@"',
+    "sh",
+)
+
+
+def make_differences(folder: Path) -> Iterator[Fault]:
+    """Write the files of the cases, and yield the cases.
+
+    Args:
+        folder: Folder of the recipe and of the undisturbed run.
+    """
+    (folder / "tmp").mkdir()
+    (folder / "other.txt").write_text((folder / "text.txt").read_text()[::-1])
+    other_version = folder / "other-version"
+    (other_version / "prepcli-0.0.1.dist-info").mkdir(parents=True)
+    (other_version / "prepcli-0.0.1.dist-info/METADATA").write_text("Name: prepcli\nVersion: 0.0.1\n")
+    (folder / "sleep").mkdir()
+    (folder / "sleep/sitecustomize.py").write_text(SLEEP)
+    clock = {"PYTHONPATH": f"{folder / 'sleep'}:{ROOT}", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "NO_FAKE_STAT": "1"}
+    changes = {
+        "files of 1 limited to 300 kB": Change(prefix=("prlimit", f"--fsize={FILE_NBYTES}")),
+        "temporary folder of 1 full": Change(prefix=FULL_TMPDIR, env={"TMPDIR": str(folder / "tmp")}),
+        "clock of 1 an hour ahead": Change(prefix=("faketime", "-f", "+1h"), env=clock),
+        "clock of 1 an hour behind": Change(prefix=("faketime", "-f", "-1h"), env=clock),
+        "clock of 0 an hour ahead": Change(prefix=("faketime", "-f", "+1h"), env=clock),
+        "process 0 never comes": Change(prefix=("true",)),
+        "process 1 never comes": Change(prefix=("true",)),
+        "other recipe on 1": Change(words=("--set", "optimizer.lr=0.02")),
+        "other version on 1": Change(env={"PYTHONPATH": f"{other_version}:{ROOT}"}),
+        "other start checkpoint on 1": Change(words=("--set", "model.path=undisturbed")),
+        "other data on 1": Change(words=("--set", "data.path=other.txt")),
+    }
+    for name, change in changes.items():
+        if not change.prefix or shutil.which(change.prefix[0]):
+            yield Fault(name, "", 0 if " 0 " in name else 1, change=change)
+        else:
+            print(f"{name}: {change.prefix[0]} is not installed", flush=True)
+
+
+def full_disk_cases() -> Iterator[Fault]:
+    """Yield the cases that need `small_disk` for the folder of the run."""
+    yield Fault("disk full before a save", "step +13/", 1, action=fill_disk)
+    yield Fault("disk full during a save", "step +13/", 1, action=fill_disk_during_save)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Mount an empty file system of DISK_NBYTES on a folder, and yield whether this is permitted."""
+    folder.mkdir()
+    options = ("-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "tmpfs")
+    is_mounted = subprocess.run(["mount", *options, str(folder)], check=False).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill_disk(run: Path) -> None:
+    """Write a file until the disk of a run's folder is full."""
+    with (run / FILLER).open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+
+def fill_disk_during_save(run: Path) -> None:
+    """Fill the disk as soon as a step is staged, after its space was checked."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not list(run.glob("*.partial/state/*")) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    fill_disk(run)

@@ -1,0 +1,218 @@
+"""Models as modules of Flax, and their parameters as the trees of Flax classes. These functions import jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+from prepcli.api.options import ModuleOptions, PathLike, SourceOptions, common_options
+from prepcli.api.public import public
+from prepcli.api.session import silent_ui
+from prepcli.commands.conversion import open_checkpoint
+from prepcli.commands.train_start import check_without_checksums
+from prepcli.console.progress import Progress
+from prepcli.errors import PrepError, usage_error
+from prepcli.restore.params import open_model
+from prepcli.restore.random_params import init_random_params, model_of_config
+from trainer.models.param_tree import Tree
+from trainer.models.parameters import Family
+from trainer.models.registry import family_of
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.flax_modules.computation import Computation
+    from trainer.flax_modules.linen_module import LinenModel
+    from trainer.flax_modules.nnx_module import NNXModel
+    from trainer.nn.model_spec import ForwardConfig, ModelSpec
+else:
+    LinenModel = NNXModel = Any  # annotations are evaluated without Flax
+
+
+@public
+def nnx_model(
+    model: PathLike | Mapping[str, Any],
+    mesh: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ModuleOptions],
+) -> NNXModel:
+    """Return a model as a module of `flax.nnx`.
+
+    `model(tokens)` computes logits, and `model.loss_sums(tokens, targets, weights)` the sums of the cross entropy
+    without the logits of all tokens. `model.params` is the tree of `load_params`; `nnx.update(model, tree)` sets it.
+    Dropout is not supported.
+
+    Args:
+        model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
+        mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        **options: See `ModuleOptions`.
+
+    Returns:
+        The module, with parameters sharded by the family's partition rules.
+
+    Raises:
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
+    """
+    with _needs_flax():
+        from trainer.flax_modules.nnx_module import NNXModel
+
+    params, computation = _build(model, mesh, options, progress)
+    return NNXModel(params, computation)
+
+
+@public
+def linen_model(
+    model: PathLike | Mapping[str, Any],
+    mesh: str | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[ModuleOptions],
+) -> tuple[LinenModel, dict[str, Tree]]:
+    """Return a model as a module of `flax.linen`, and its variables.
+
+    `model.apply(variables, tokens)` computes logits; `method="loss_sums"` computes the sums of the cross entropy
+    without the logits of all tokens. `variables["params"]` is the tree of `load_params`. Dropout is not supported.
+
+    Args:
+        model: A checkpoint as for `load_params`, or the fields of a config.json for random parameters.
+        mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
+        progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
+        **options: See `ModuleOptions`.
+
+    Returns:
+        The module, and the variables with parameters sharded by the family's partition rules.
+
+    Raises:
+        UsageError: An argument is invalid, or the mesh does not fit the devices or does not divide a parameter.
+        DamagedError: Files of the checkpoint are damaged.
+        PrepError: The checkpoint or the config cannot be used, or Flax is not installed.
+    """
+    with _needs_flax():
+        from trainer.flax_modules.linen_module import LinenModel
+
+    params, computation = _build(model, mesh, options, progress)
+    return LinenModel(computation), {"params": params}
+
+
+@public
+def to_hf_flax(
+    params: Mapping[str, Any], model: PathLike | Mapping[str, Any], **options: Unpack[SourceOptions]
+) -> Tree:
+    """Return parameters as the tree of the family's Flax class in transformers 4, without padding of the vocabulary.
+
+    `export` with `layout="hf-flax"` writes the same tree. The conversion takes twice the memory of the parameters.
+
+    Args:
+        params: The tree of `load_params`.
+        model: A checkpoint of the same model, or the fields of its config.json.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Nested dict of arrays, `params` of the Flax class.
+
+    Raises:
+        UsageError: An argument is invalid.
+        PrepError: The checkpoint cannot be read, the parameters do not fit it, or its family has no Flax class.
+    """
+    from trainer.flax_modules.hf_flax_tree import to_hf_flax_tree
+
+    return to_hf_flax_tree({**params}, *_read_config(model, options))
+
+
+@public
+def from_hf_flax(
+    tree: Mapping[str, Any], model: PathLike | Mapping[str, Any], **options: Unpack[SourceOptions]
+) -> Tree:
+    """Return the parameters of a Flax class of transformers 4 as the tree of `load_params`.
+
+    The arrays are not sharded. The conversion takes twice the memory of the parameters.
+
+    Args:
+        tree: `params` of the Flax class, as nested dicts.
+        model: A checkpoint of the same model, or the fields of its config.json. Rows of the vocabulary beyond its
+            `true_vocab_size` are zeros.
+        **options: See `SourceOptions`.
+
+    Returns:
+        Nested dict of arrays, with layers stacked on the first axis.
+
+    Raises:
+        UsageError: An argument is invalid.
+        PrepError: The checkpoint cannot be read, the tree does not fit it, or its family has no Flax class.
+    """
+    from trainer.flax_modules.hf_flax_tree import from_hf_flax_tree
+
+    return from_hf_flax_tree({**tree}, *_read_config(model, options))
+
+
+@contextmanager
+def _needs_flax() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        raise PrepError(
+            "Flax modules are not available", "flax is not installed", "`pip install 'prepcli[flax]'`"
+        ) from error
+
+
+def _read_config(model: PathLike | Mapping[str, Any], options: Any) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family and the config of a model; of a checkpoint, only headers are read."""
+    if isinstance(model, Mapping):
+        return family_of(model), model
+    _, source = open_checkpoint(common_options(model, None, options), silent_ui("inspect"))
+    return source.family, source.config
+
+
+def _build(
+    model: PathLike | Mapping[str, Any], mesh: str | None, options: Any, progress: Progress | None
+) -> tuple[Tree, Computation]:
+    """Return the parameters of a module, and its computation."""
+    from trainer.flax_modules.computation import Computation
+
+    param_dtype = options.get("param_dtype", "float32")
+    if isinstance(model, Mapping):
+        spec, sharding = model_of_config(model, mesh)
+        computation = Computation(spec, _forward_config(spec, sharding, options))
+        return init_random_params(spec, sharding, seed=options.get("seed", 0), dtype=param_dtype), computation
+    if "seed" in options:
+        raise usage_error(f"`seed={options['seed']}` has no effect", "the parameters are those of the checkpoint")
+    ui = silent_ui("load-params", progress)
+    located, source = open_checkpoint(common_options(model, None, options), ui)
+    with open_model(
+        source,
+        located.local_files.path,
+        mesh,
+        verify=options.get("verify", True),
+        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
+    ) as opened:
+        computation = Computation(opened.model, _forward_config(opened.model, opened.sharding, options))
+        return opened.load(lambda path: param_dtype), computation
+
+
+def _forward_config(model: ModelSpec, sharding: ShardingContext, options: Any) -> ForwardConfig:
+    """Return the execution options of a module; raise UsageError if the kernel cannot compute the model's attention."""
+    from trainer.distributed.device_kind import device_kind
+    from trainer.models.attention_kernels import KERNEL_SPECS, missing
+    from trainer.models.attention_needs import AttentionNeeds, model_features
+    from trainer.models.param_tree import dim_extent
+    from trainer.nn.kernels.options import AttentionOptions
+    from trainer.nn.model_spec import ForwardConfig
+
+    kernel, dtype = options.get("attention_kernel", "blockwise"), options.get("dtype", "float32")
+    features = model_features(model.arch_config, model.leaves)
+    needs = AttentionNeeds(features, dtype, dim_extent(model.leaves, "head_dim"))
+    if reasons := list(missing(KERNEL_SPECS[kernel], needs, device_kind(sharding))):
+        what = f'`attention_kernel="{kernel}"` cannot compute this model\'s attention'
+        raise usage_error(what, f"it {'; it '.join(reasons)}", '`attention_kernel="blockwise"`')
+    return ForwardConfig(
+        dtype=dtype,
+        remat_policy=options.get("remat_policy", "none"),
+        sharding=sharding,
+        attention_options=AttentionOptions(kernel),
+    )

@@ -1,0 +1,222 @@
+"""A training run in an object store: `URL/STEP/state/…` with `URL/STEP/prep-manifest.json`.
+
+An object store has no rename and no lock. A step exists if its manifest does: the manifest is uploaded last, and
+deleted first. The recipe and the metrics are written to a local folder and uploaded from there.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prepcli.engine.files import io_error
+from prepcli.errors import PrepError
+from prepcli.execution.bucket_step import BucketStep
+from prepcli.execution.joint_work import joint_work
+from prepcli.execution.run_place import StepSave
+from prepcli.execution.uploads import RETRIES
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.planning.plan import OutputLeaf
+from prepcli.planning.process_files import MAX_PROCESSES, LeafBoxes, ProcessFiles, plan_process_files
+from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
+from prepcli.remote.placeholders import create_placeholder_folder, read_all
+from prepcli.remote.remote_files import RemoteFile, without_read_ahead
+from prepcli.remote.retries import RetryPolicy
+from prepcli.restore.digest_checks import RECREATE_HINT
+from prepcli.restore.item_reader import ItemReader, open_reader
+from prepcli.sources.folders import Access
+from prepcli.sources.locate import locate
+from prepcli.sources.opening import open_source
+from trainer.distributed.process_group import ProcessGroup
+from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+
+
+class BucketRun:
+    """RunPlace below a URL of an object store."""
+
+    is_on_disk = False
+
+    def __init__(self, url: ObjectStoreUrl, local_folder: Path, retry_policy: RetryPolicy) -> None:
+        """Set the URL.
+
+        Args:
+            url: URL of the run.
+            local_folder: Folder of the recipe, the metrics and the tokens; another host may have another one.
+            retry_policy: Time-out of requests, and the receiver of notes about retries.
+        """
+        self.local_folder = local_folder
+        self._url, self._retry_policy = url, retry_policy
+        self._bucket = self._client(url)
+        self._known_steps: list[int] | None = None
+        self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None  # of the plan's leaves
+        self._stored: list[str] = []  # files of the run that this process uploads with each step
+
+    def _client(self, url: ObjectStoreUrl) -> Bucket:
+        return Bucket(url, RETRIES, self._retry_policy)
+
+    @property
+    def name(self) -> str:
+        """The URL."""
+        return str(self._url)
+
+    def min_split_nbytes(self, group: ProcessGroup) -> int:
+        """Return 0 for several processes: each chunk is written by one of them."""
+        return 0 if group.count > 1 else MIN_SPLIT_NBYTES
+
+    def check(self, num_processes: int) -> None:
+        """Check that a run may be written below the URL.
+
+        Raises:
+            PrepError: Other objects are there, the store cannot be reached, or there are more than MAX_PROCESSES.
+        """
+        if num_processes > MAX_PROCESSES:
+            why = f"each process writes a data file, and a step has at most {MAX_PROCESSES}"
+            hint = "`--out FOLDER` on a file system that all hosts share"
+            raise PrepError(f"{num_processes} processes cannot save to {self.name}", why, hint)
+        paths = [file.path for file in self._list()]
+        if paths and RECIPE_FILE not in paths and not self._known_steps:
+            raise PrepError(f"{self.name} already exists and is not a run", f"it has no {RECIPE_FILE}", "`--out URL`")
+
+    def contains(self, checkpoint: str) -> bool:
+        """Return whether a URL is that of the run or below it."""
+        if not is_url(checkpoint):
+            return False
+        other = parse_url(checkpoint)
+        return f"{other}/".startswith(f"{self._url}/")
+
+    def _list(self) -> tuple[RemoteFile, ...]:
+        """List all objects, and remember the steps."""
+        files = self._bucket.list_files()
+        self._known_steps = listed_steps(file.path for file in files)
+        return files
+
+    def steps(self) -> list[int]:
+        """Return the steps with a manifest, ascending."""
+        return listed_steps(file.path for file in self._list())
+
+    def known_steps(self) -> list[int]:
+        """Return the steps of the last listing, and those that were written or removed since."""
+        return self._known_steps or []
+
+    def has_step(self, step: int) -> bool:
+        """Return whether a step is visible. Objects without a manifest are overwritten."""
+        return step in self.steps()
+
+    def step_name(self, step: int) -> str:
+        """Return the URL of a step."""
+        return str(self._step_url(step))
+
+    def _step_url(self, step: int) -> ObjectStoreUrl:
+        return replace(self._url, path=self._url.key(str(step)))
+
+    def open_step(self, step: int, verify: bool = True, hint: str = RECREATE_HINT) -> ItemReader:
+        """Open a step, whose tensors are read from the store; see `open_reader`."""
+        name = self.step_name(step)
+        located = locate(name, access=Access(allow_urls=True, retry_policy=self._retry_policy))
+        source = open_source(located)
+        with located.local_files.rename_in_errors(name):
+            blobs = without_read_ahead(source.remote_blobs)
+            return open_reader(located.local_files.path, verify, hint, remote_blobs=blobs)
+
+    def model_files_folder(self, step: int) -> Path | None:
+        """Return None: the files of the start checkpoint stay in use."""
+        return None
+
+    def acquire(self, note: Callable[[str], None]) -> None:
+        """Delete the objects of steps without a manifest, which killed processes left."""
+        note(f"{self.name} cannot be locked (object stores have no locks): start no second run there meanwhile")
+        files = self._list()
+        leftovers = [file.path for file in files if listed_step(file.path) not in (None, *self.known_steps())]
+        self._bucket.delete_files(leftovers)
+
+    def release(self) -> None:
+        """Do nothing: there is no lock."""
+
+    def write_step(self, save: StepSave) -> None:
+        """Write a step. After an error, its objects stay invisible; the next start deletes them.
+
+        Raises:
+            PrepError: One of the processes cannot write its part.
+        """
+        files = self._plan_files(save)
+        bucket = self._client(self._step_url(save.step))
+        BucketStep(save, files, bucket, self._store_files).write()
+        self._known_steps = [*self.known_steps(), save.step]
+
+    def _plan_files(self, save: StepSave) -> ProcessFiles:
+        """Return the data files of all processes; they are planned once for all steps."""
+        if self._files is not None and self._files[0] is save.plan.leaves:
+            files, planned = self._files[1], self._files[1].plan
+            plan = replace(save.plan, streams=planned.streams, files=planned.files, leaves=planned.leaves)
+            return replace(files, plan=plan)
+        boxes = _share_boxes(save)
+        with joint_work(save.group, f"{save.name}-planned"):
+            files = plan_process_files(save.plan, [*save.leaves], boxes)
+        self._files = save.plan.leaves, files
+        return files
+
+    def remove_step(self, step: int) -> None:
+        """Delete the manifest of a step, then its other objects."""
+        bucket = self._client(self._step_url(step))
+        bucket.delete(MANIFEST_FILE)
+        self._known_steps = [known for known in self.known_steps() if known != step]
+        bucket.delete_files([file.path for file in bucket.list_files()])
+
+    def recipe_file(self) -> Path:
+        """Download the recipe to a temporary file."""
+        path = create_placeholder_folder() / RECIPE_FILE
+        self._download(RECIPE_FILE, path)
+        return path
+
+    def restore_file(self, name: str) -> None:
+        """Download a file of the run to the local folder; remove it there if the run has none."""
+        self._download(name, self.local_folder / name)
+
+    def _download(self, name: str, path: Path) -> None:
+        file = next((file for file in self._bucket.list_files() if file.path == name), None)
+        content = None if file is None else read_all(self._bucket, file)
+        try:
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+        except OSError as error:
+            raise io_error(path, error) from error
+
+    def store_file(self, name: str) -> None:
+        """Upload a file of the local folder now, and again with each step."""
+        if name not in self._stored:
+            self._stored.append(name)
+        path = self.local_folder / name
+        if path.exists():
+            content = path.read_bytes()  # the file may grow meanwhile
+            self._bucket.write_pieces(name, [content], size=len(content))
+
+    def _store_files(self) -> None:
+        for name in self._stored:
+            self.store_file(name)
+
+
+def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:
+    """Return the boxes of the shards of all processes, by leaf name."""
+    own = {name: [shard.box for shard in leaf.shards] for name, leaf in save.leaves.items()}
+    gathered = save.group.gather(f"{save.name}-boxes", _encode(own))
+    shared = save.group.broadcast(f"{save.name}-all-boxes", _encode([_decode(text) for text in gathered]))
+    return [
+        {name: [tuple((low, high) for low, high in box) for box in boxes] for name, boxes in process.items()}
+        for process in _decode(shared)
+    ]
+
+
+def _encode(content: object) -> str:
+    """Return compressed JSON: the coordination service limits the size of a text."""
+    return base64.b64encode(zlib.compress(json.dumps(content).encode())).decode()
+
+
+def _decode(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))

@@ -1,0 +1,61 @@
+"""Random parameters of a config.json on a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prepcli.planning.vocabulary import Vocabulary, read_vocabulary, with_vocabulary
+from prepcli.restore.params import make_sharding
+from trainer.models.parameters import parameter_rows
+from trainer.models.partition import vocab_multiple
+from trainer.models.registry import family_of
+
+if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
+    from trainer.models.param_tree import Tree
+    from trainer.nn.model_spec import ModelSpec
+
+
+def model_of_config(config: Mapping[str, Any], mesh: str | None) -> tuple[ModelSpec, ShardingContext]:
+    """Return the model of a config, with stacked layers and a vocabulary padded to the size that a mesh divides.
+
+    Args:
+        config: Content of a config.json.
+        mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
+
+    Raises:
+        PrepError: The config or the mesh is invalid, or the mesh does not divide a parameter.
+    """
+    from trainer.nn.model_spec import build_model
+    from trainer.training.setup import check_mesh_divides
+
+    family, sharding = family_of(config), make_sharding(mesh, {"rules": ()})
+    vocabulary = read_vocabulary(config, family.sizes(config)["vocab"])
+    dims = {path: row.leaf_dims for path, row in parameter_rows(family, config).items()}
+    multiple = vocab_multiple(dims, sharding.mesh, sharding.rules)
+    padded = Vocabulary(vocabulary.true_size, -(-vocabulary.stored_size // multiple) * multiple)
+    model = build_model(family, with_vocabulary(config, padded), family.is_tied(config))
+    check_mesh_divides(model, sharding)
+    return model, sharding
+
+
+def init_random_params(model: ModelSpec, sharding: ShardingContext, *, seed: int, dtype: str) -> Tree:
+    """Return random parameters in shards of a mesh; each device computes its own.
+
+    Args:
+        model: The model.
+        sharding: The mesh and its rules.
+        seed: Seed of the random key.
+        dtype: Dtype of the arrays.
+    """
+    import jax
+
+    from trainer.models.param_tree import unflatten_tree
+    from trainer.nn.initialization import init_params
+
+    def make_params() -> Tree:
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(model, seed))
+
+    shardings = {path: sharding.param_sharding(leaf) for path, leaf in model.leaves.items()}
+    return jax.jit(make_params, out_shardings=unflatten_tree(shardings))()

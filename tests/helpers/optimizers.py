@@ -1,0 +1,91 @@
+"""Optimizers of all types for tests, and the parameters of a tiny model as one matrix or vector per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.helpers import runs
+from trainer.models.param_tree import flatten_tree, unflatten_tree
+from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
+from trainer.training import feed
+from trainer.training.optimizers import build_optimizer
+from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers.rounding import RoundingKey
+from trainer.training.step import StepSetup, TrainState, state_shapes, train_step
+
+STEPS = 20
+KEYS: Mapping[str, dict[str, Any]] = {  # keys of a table that use every part of an optimizer in a tiny model
+    "adamw": {"lr": 1e-2, "weight_decay": 0.1},
+    "adafactor": {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "min_factored_size": 8},
+    "lion": {"lr": 1e-3, "weight_decay": 0.1},
+    "muon": {"lr": 1e-2, "weight_decay": 0.1},
+    "sgd": {"lr": 1e-1, "weight_decay": 0.1},
+    "palm": {"lr": 1e-2},
+}
+
+
+def make_optimizer(name: str, **keys: Any) -> Optimizer:
+    """Return an optimizer of this type, with other keys than those of `KEYS`."""
+    values = {"type": name, **KEYS[name], **keys}
+    return build_optimizer(OPTIMIZER_TABLES[name].model_validate(values), STEPS)  # pyright: ignore[reportArgumentType]
+
+
+def compile_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """Return the compiled training step of a setup."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
+    return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
+
+
+def take_steps(setup: StepSetup, state: TrainState, *, until: int, step: Any = None) -> TrainState:
+    """Take the steps from that of a state to `until`."""
+    step, job = step or compile_step(setup), runs.make_job(setup)
+    for number in range(int(state["step"]), until):
+        state, _ = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
+    return state
+
+
+def by_layer(params: Any) -> dict[str, np.ndarray]:
+    """Return the tree of a GPT-Neo as a matrix [out, in] or a vector per layer, by path and layer."""
+    tensors: dict[str, np.ndarray] = {}
+    for path, leaf in flatten_tree(params).items():
+        layers = list(np.asarray(leaf)) if path.startswith("layers.") else [np.asarray(leaf)]
+        for layer, array in enumerate(layers):
+            if path.endswith("bias"):
+                array = array.reshape(-1)
+            elif array.ndim == 3:
+                array = array.reshape(array.shape[0], -1) if ".o." in path else array.reshape(-1, array.shape[-1])
+            tensors[f"{path} {layer}"] = array
+    return tensors
+
+
+def random_gradients(params: Any, step: int) -> Any:
+    """Return gradients of the shapes of parameters; they depend on the step."""
+    rng = np.random.default_rng(step)
+    flat = {path: 0.1 * rng.standard_normal(leaf.shape, np.float32) for path, leaf in flatten_tree(params).items()}
+    return unflatten_tree(flat)
+
+
+def run_trajectory(optimizer: Optimizer, steps: int) -> list[dict[str, np.ndarray]]:
+    """Return the parameters, one array per layer, before the first of `steps` updates and after each of them."""
+    setup = runs.make_setup(optimizer=optimizer)
+    params = runs.make_state(setup)["params"]
+    leaves = setup.model.leaves
+    opt_state = optimizer.init(params, leaves)
+
+    @jax.jit
+    def update(gradients: Any, opt_state: Any, params: Any, step: jax.Array) -> Any:
+        rate = optimizer.lr_schedule.learning_rate(step)
+        rounding = RoundingKey(0, step)
+        return optimizer.update(gradients, opt_state, params, leaves=leaves, learning_rate=rate, rounding=rounding)
+
+    trajectory = [by_layer(params)]
+    for step in range(steps):
+        params, opt_state = update(random_gradients(params, step), opt_state, params, jnp.int32(step))
+        trajectory.append(by_layer(params))
+    return trajectory

@@ -1,0 +1,145 @@
+"""Steps of a run in an object store: complete or invisible, with the digests of a local run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prepcli.cli.main import main
+from prepcli.engine.budget import make_budget
+from prepcli.execution.bucket_run import BucketRun
+from prepcli.execution.run_folder import RunFolder
+from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.formats.manifest import MANIFEST_FILE
+from prepcli.planning.plan import OutputLeaf
+from prepcli.remote import remote_files
+from prepcli.remote.object_store import parse_url
+from prepcli.remote.retries import RetryPolicy
+from prepcli.restore.item_reader import open_reader
+from prepcli.targets.training_step import plan_training_step
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from tests.helpers.thread_groups import run_together
+from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.training_states import TrainingState, host_leaves, make_state, read_leaves, read_params, save_steps
+from trainer.distributed.process_group import ProcessGroup
+from trainer.models.checkpoint_store import HostLeaf, HostShard, LeafSpec
+
+URL = "gs://bucket/runs/tuned"
+PREFIX = "bucket/runs/tuned/"
+DIGEST_KEYS = ("tensors", "slots", "others", "leaves")
+
+
+@pytest.fixture(scope="module")
+def init(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an init for a mesh, with a padded vocabulary."""
+    folder = tmp_path_factory.mktemp("start")
+    make_checkpoint(folder / "m", GPT_NEO, hidden_size=64)
+    options = ["--mesh", "1,2,4", "--pad-vocab", "8", "-q"]
+    assert main(["save-init", str(folder / "m"), *options, "--out", str(folder / "m-init")]) == 0
+    return folder / "m-init"
+
+
+@pytest.fixture(scope="module")
+def state(init: Path) -> TrainingState:
+    return make_state(read_params(init), 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.001)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "PREP_"))]:
+        monkeypatch.delenv(name)
+    with serve_objects() as fake:
+        for name, value in fake.environment().items():
+            monkeypatch.setenv(name, value)
+        yield fake
+
+
+def make_run(timeout_s: float = 10.0) -> BucketRun:
+    return BucketRun(parse_url(URL), Path("local"), RetryPolicy(timeout_s))
+
+
+def grids(init: Path, state: TrainingState) -> dict[str, OutputLeaf]:
+    """Return the leaves of the plan of several processes."""
+    specs = {name: LeafSpec(value.shape, value.dtype.name) for name, value in state.items()}
+    with open_reader(init) as reader:
+        manifest = {**reader.manifest, "name": "tuned"}
+    slab_nbytes = make_budget(MEMORY_NBYTES).slab_nbytes
+    plan = plan_training_step(specs, manifest, request="", slab_nbytes=slab_nbytes, min_split_nbytes=0)
+    return {leaf.name: leaf for leaf in plan.leaves}
+
+
+def own_leaves(init: Path, state: TrainingState, group: ProcessGroup) -> dict[str, HostLeaf]:
+    """Return the leaves with the shards of one process: the chunks of all leaves are dealt to the processes."""
+    leaves = {}
+    for number, (name, leaf) in enumerate(grids(init, state).items()):
+        length = leaf.grid.chunk_shape
+        indices = itertools.product(*map(range, leaf.grid.chunk_counts))
+        boxes = [
+            tuple((i * n, min((i + 1) * n, stop)) for i, n, stop in zip(index, length, leaf.grid.shape))
+            for index in indices
+        ]
+        own = [box for position, box in enumerate(boxes) if (number + position) % group.count == group.index]
+        shards = tuple(HostShard(box, partial(_cut, state[name], box)) for box in own)
+        leaves[name] = HostLeaf(state[name].shape, state[name].dtype.name, shards)
+    return {name: leaves[name] for name in state}
+
+
+def _cut(value: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return value[tuple(itertools.starmap(slice, box))]
+
+
+def read_manifest(store: FakeObjectStore, step: int) -> dict[str, Any]:
+    return json.loads(store.objects[f"{PREFIX}{step}/{MANIFEST_FILE}"])
+
+
+def assert_equals_local_step(init: Path, state: TrainingState, store: FakeObjectStore, step: int) -> None:
+    """Assert that a step has the digests of a local run, and that every bit of it is verified."""
+    save_steps(Path("one"), init, {step: state})
+    expected = json.loads(Path(f"one/{step}/{MANIFEST_FILE}").read_text())
+    saved = read_manifest(store, step)
+    assert {key: saved[key] for key in DIGEST_KEYS[:3]} == {key: expected[key] for key in DIGEST_KEYS[:3]}
+    assert main(["verify", f"{URL}/{step}", "-q"]) == 0
+    with make_run().open_step(step) as reader:
+        restored = read_leaves(reader)
+    assert reader.is_checked
+    assert reader.is_remote
+    assert all(np.array_equal(restored[name], value) for name, value in state.items())
+
+
+def test_one_process_saves_the_digests_of_a_local_run(init: Path, state: TrainingState, store: FakeObjectStore):
+    with RunFolder(make_run(), init, name="tuned", keep=1) as run:
+        run.save(1, host_leaves(state), {})
+        run.start_save(2, host_leaves(state), {}).wait()
+        assert run.steps() == [2]
+    assert not store.objects_below(f"{PREFIX}1/")
+    writes = [line for line in store.requests if line.startswith(("PUT", "POST"))]
+    assert writes[-1] == f"PUT {PREFIX}2/{MANIFEST_FILE}"
+    deletes = [line for line in store.requests if line.startswith("DELETE")]
+    assert deletes[0] == f"DELETE {PREFIX}1/{MANIFEST_FILE}"
+    assert_equals_local_step(init, state, store, 2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_save_the_digests_of_one_process(
+    init: Path, state: TrainingState, store: FakeObjectStore, count: int
+):
+    def save(group: ProcessGroup) -> None:
+        with RunFolder(make_run(), init, name="tuned", keep=1, group=group) as run:
+            for step in (1, 2):
+                run.start_save(step, own_leaves(init, state, group), {}).wait()
+
+    assert run_together(count, save) == [None] * count
+    files = store.objects_below(f"{PREFIX}2/state/d/")
+    assert len(files) == count + 1, "one data file per process, and the index"
+    assert not [path for path in store.objects_below(PREFIX) if path.startswith("1/") or ".prep" in path]
+    assert_equals_local_step(init, state, store, 2)

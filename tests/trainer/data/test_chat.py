@@ -1,0 +1,230 @@
+"""Conversations: the ids and masks of transformers, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from trainer.data.chat_template import load_chat_template
+from trainer.data.encode import EncodedDocument, encode_batch, span_weights
+from trainer.data.example_settings import ExampleSettings
+from trainer.data.fields import compile_fields
+from trainer.data.readers.reader import Record
+from trainer.data.tokenizer import load_tokenizer
+from trainer.models.errors import PrepError
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set header = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}"
+    "{% if loop.index0 == 0 %}{% set header = bos_token + header %}{% endif %}{{ header }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+GEMMA = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {{- raise_exception('System role not supported') }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<start_of_turn>model\\n' }}
+        {%- generation %}
+        {{- message['content'] | trim + '<end_of_turn>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<start_of_turn>' + message['role'] + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA}
+SPECIAL = (
+    *("<s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>"),
+)
+CONVERSATIONS = [
+    [("user", "Hello there"), ("assistant", "  Hi! It is 日本 time.\n")],
+    [("user", "a\n"), ("assistant", "\n\nb"), ("user", "😀"), ("assistant", ""), ("user", "last")],
+    [("user", "only a question")],
+    [("user", "x <s> y"), ("assistant", "the é"), ("user", ""), ("assistant", "the end <|im_end|>")],
+]
+
+
+def without_markers(template: str) -> str:
+    """Return a template without the markers of generated text."""
+    for tag in ("generation", "endgeneration"):
+        template = template.replace(f"{{%- {tag} %}}", "").replace(f"{{% {tag} %}}", "")
+    return template
+
+
+def write_tokenizer(folder: Path, template: str, **config: Any) -> Path:
+    """Write a tokenizer with special tokens and a chat template; return the folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[*SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["Hello there, it is the end of the time.\n\n" * 20], trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def make_messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return turns as messages."""
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def encode_chat(folder: Path, messages: object, **settings: Any) -> EncodedDocument:
+    """Return the tokens of a conversation."""
+    all_settings = ExampleSettings(
+        fields="messages", chat_template=load_chat_template(folder), add_eos=False, **settings
+    )
+    example = compile_fields(all_settings, vocab=300).build(Record({"messages": messages}, "a.jsonl:3", 1))
+    (document,) = encode_batch([example], load_tokenizer(folder))
+    return document
+
+
+@pytest.mark.parametrize("has_markers", [True, False])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_chat_has_the_ids_and_masks_of_transformers(tmp_path: Path, template: str, has_markers: bool):
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(write_tokenizer(tmp_path, template) / "tokenizer.json"), bos_token="<s>"
+    )
+    write_tokenizer(tmp_path, template if has_markers else without_markers(template))
+    for turns in CONVERSATIONS:
+        messages = make_messages(turns)
+        expected = reference.apply_chat_template(
+            messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        document = encode_chat(tmp_path, messages)
+        assert document.weights is not None
+        assert document.ids.tolist() == expected["input_ids"]
+        assert document.weights.tolist() == expected["assistant_masks"]
+
+
+def test_bos_and_eos_are_put_around_a_conversation(tmp_path: Path):
+    folder, messages = write_tokenizer(tmp_path, CHATML), make_messages(CONVERSATIONS[0])
+    plain = encode_chat(folder, messages)
+    settings = ExampleSettings(
+        fields="messages", chat_template=load_chat_template(folder), add_bos=True, bos_id=0, eos_id=2
+    )
+    builder = compile_fields(settings, vocab=300)
+    (document,) = encode_batch([builder.build(Record({"messages": messages}, "x", 1))], load_tokenizer(folder))
+    assert plain.weights is not None
+    assert document.weights is not None
+    assert document.ids.tolist() == [0, *plain.ids, 2]
+    assert document.weights.tolist() == [0, *plain.weights, 1]
+    assert (builder.has_weights, builder.max_id) == (True, 2)
+
+
+def test_tokens_that_overlap_a_span_have_loss():
+    offsets = np.array([(0, 2), (2, 3), (3, 3), (3, 4), (3, 4), (4, 9)])
+    assert span_weights(offsets, [(2, 4)]).tolist() == [0, 1, 1, 1, 1, 0]
+    assert span_weights(offsets, [(1, 2), (8, 9)]).tolist() == [1, 0, 0, 0, 0, 1]
+    assert span_weights(offsets, [(4, 4)]).tolist() == [0] * 6
+    assert span_weights(np.zeros((0, 2), np.int64), [(0, 4)]).tolist() == []
+
+
+def test_template_that_depends_on_later_messages_needs_markers(tmp_path: Path):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '...' }}\n{% endfor %}"
+    folder = write_tokenizer(tmp_path, template)
+    turns = make_messages([("user", "a"), ("assistant", "b"), ("user", "c")])
+    with pytest.raises(PrepError, match=r"a.jsonl:3: the turns of the assistant cannot be found") as caught:
+        encode_chat(folder, turns)
+    assert (
+        caught.value.why
+        == f"{folder}/tokenizer_config.json renders message 2 in another way with the messages after it"
+    )
+    assert "{% generation %}" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("messages", "what", "why"),
+    [
+        ("hi", "column `messages` is not a list of messages", "it is a string"),
+        (["hi"], "column `messages` is not a list of messages", "message 1 is a string, or has no `role`"),
+        (
+            [{"from": "human"}],
+            "column `messages` is not a list of messages",
+            "message 1 is an object, or has no `role`",
+        ),
+        ([{"role": "system", "content": "x"}], "tokenizer_config.json cannot render", "System role not supported"),
+        ([{"role": "user", "content": "\ufdd0"}], "a message is not text", "U+FDD0"),
+    ],
+)
+def test_invalid_messages_are_named(tmp_path: Path, messages: object, what: str, why: str):
+    folder = write_tokenizer(tmp_path, GEMMA)
+    with pytest.raises(PrepError) as caught:
+        encode_chat(folder, messages)
+    assert caught.value.what.startswith("a.jsonl:3: ")
+    assert what in caught.value.what
+    assert why in caught.value.why
+
+
+def test_messages_column_that_is_missing_is_named(tmp_path: Path):
+    settings = ExampleSettings(fields="messages", chat_template=load_chat_template(write_tokenizer(tmp_path, CHATML)))
+    with pytest.raises(PrepError, match=r"a.jsonl:3: no column `messages`"):
+        compile_fields(settings, vocab=300).build(Record({"text": "x"}, "a.jsonl:3", 1))
+
+
+def test_template_file_comes_before_the_tokenizer_config(tmp_path: Path):
+    folder = write_tokenizer(tmp_path, "config")
+    assert load_chat_template(folder).text == "config"
+    (folder / "chat_template.jinja").write_text("file")
+    template = load_chat_template(folder / "tokenizer.json")
+    assert (template.text, template.file) == ("file", f"{folder}/chat_template.jinja")
+    assert dict(template.special_tokens) == {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+
+
+def test_default_of_several_templates_is_used(tmp_path: Path):
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert load_chat_template(write_tokenizer(tmp_path, "", chat_template=templates)).text == "plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", "{}", "has no chat template - looked for chat_template.jinja, and for"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
+        ("chat_template.jinja", "{% if %}", "chat_template.jinja is not a valid chat template"),
+    ],
+)
+def test_missing_or_invalid_template_is_reported(tmp_path: Path, name: str, text: str, message: str):
+    folder = write_tokenizer(tmp_path, CHATML)
+    (folder / name).write_text(text)
+    with pytest.raises(PrepError, match=message):
+        encode_chat(folder, [])
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ strftime_now('%d') }}", "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"]
+)
+def test_template_has_no_clock_and_no_access_to_python(tmp_path: Path, text: str):
+    with pytest.raises(PrepError, match=r"a.jsonl:3: .* cannot render the messages"):
+        encode_chat(write_tokenizer(tmp_path, text), [])

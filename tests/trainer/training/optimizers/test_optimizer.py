@@ -1,0 +1,148 @@
+"""What an optimizer keeps between steps: frozen leaves, decay masks, moving averages, and moments in bfloat16."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from tests.helpers import runs
+from tests.helpers.optimizers import KEYS, compile_step, make_optimizer, take_steps
+from trainer.models.param_tree import ParamLeaf, flatten_tree, unflatten_tree
+from trainer.training import feed
+from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, round_stochastically
+from trainer.training.step import StepSetup, leaf_name, state_shapes
+
+FREEZE = ("embed", "re:attn_norm|mlp\\.down")
+
+
+def moment_names(setup: StepSetup) -> dict[str, Any]:
+    """Return shape, dtype and sharding of the leaves of the optimizer state, by name."""
+    leaves = jax.tree_util.tree_flatten_with_path(state_shapes(setup)["opt_state"])[0]
+    return {leaf_name(path): leaf for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_frozen_leaves_have_no_moments_and_no_update(name: str):
+    setup = runs.make_setup(optimizer=make_optimizer(name, freeze=FREEZE, ema=0.9), accumulate=2)
+    before = runs.make_state(setup)
+    after = take_steps(setup, before, until=2)
+    changed = {
+        path
+        for path, leaf in flatten_tree(after["params"]).items()
+        if not np.array_equal(leaf, flatten_tree(before["params"])[path])
+    }
+    frozen = {path for path in setup.model.leaves if any(text in path for text in ("embed.", "attn_norm", "mlp.down"))}
+    assert changed == setup.model.leaves.keys() - frozen
+    assert not [name for name in moment_names(setup) if any(path in name for path in frozen)]
+
+
+def test_frozen_leaves_have_no_gradients():
+    """They take part in the norm of the gradients otherwise."""
+    frozen = runs.make_setup(optimizer=make_optimizer("adamw", freeze=FREEZE))
+    whole = runs.make_setup(optimizer=make_optimizer("adamw"))
+    norms = []
+    for setup in (frozen, whole):
+        job = runs.make_job(setup)
+        batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+        norms.append(float(compile_step(setup)(runs.make_state(setup), batch)[1]["grad_norm"]))
+    assert norms[0] < 0.99 * norms[1]
+
+
+def test_decay_exclude_takes_paths_and_expressions():
+    optimizer = make_optimizer("adamw", decay_exclude=("embed.positions", "re:attn\\.[qk]"))
+    decayed = flatten_tree(optimizer.decay.mask(runs.make_setup().model.leaves))
+    assert decayed["embed.tokens"]
+    assert decayed["layers.attn.v.weight"]
+    assert not {path for path, flag in decayed.items() if flag} & {
+        "embed.positions", "layers.attn.q.weight", "layers.attn.k.weight", "final_norm.scale", "layers.mlp.up.bias",
+    }  # fmt: skip
+
+
+def test_decay_include_takes_norms_and_biases():
+    leaves = runs.make_setup().model.leaves
+    everything = make_optimizer("adamw", decay_include=("re:.",), decay_exclude=("final_norm",)).decay.mask(leaves)
+    assert {path for path, flag in flatten_tree(everything).items() if not flag} == {
+        "final_norm.scale",
+        "final_norm.bias",
+    }
+
+
+def test_ema_averages_the_parameters():
+    setup = runs.make_setup(optimizer=make_optimizer("adamw", ema=0.75))
+    state = runs.make_state(setup)
+    expected = np.asarray(state["params"]["embed"]["tokens"])
+    for step in range(1, 4):
+        state = take_steps(setup, state, until=step)
+        expected = 0.75 * expected + 0.25 * np.asarray(state["params"]["embed"]["tokens"])
+    np.testing.assert_allclose(state["opt_state"]["ema"]["embed"]["tokens"], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_statistics_are_sharded_along_the_other_axes():
+    optimizer = make_optimizer("adafactor")
+    moments = moment_names(runs.make_setup(mesh="1,2,4", optimizer=optimizer))
+    rows = moments["rms.v_row.layers.mlp.up.weight"]
+    columns = moments["rms.v_col.layers.mlp.up.weight"]
+    assert {rows.shape, columns.shape} == {(3, 128, 1), (3, 1, 32)}
+    by_shape = {leaf.shape: leaf.sharding.spec for leaf in (rows, columns)}
+    assert by_shape == {(3, 128, 1): PartitionSpec(None, "mp", None), (3, 1, 32): PartitionSpec(None, None, "fsdp")}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_bfloat16_moments_are_rounded_after_each_step(name: str):
+    setup = runs.make_setup(optimizer=make_optimizer(name, moment_dtype="bfloat16"))
+    state = take_steps(setup, runs.make_state(setup), until=2)
+    leaves = jax.tree_util.tree_flatten_with_path(state["opt_state"])[0]
+    dtypes = {leaf.dtype.name for path, leaf in leaves if leaf.ndim > 1}
+    assert dtypes == {"bfloat16"}
+
+
+def test_stochastic_rounding_is_unbiased_and_keeps_bfloat16():
+    bits = jax.random.bits(jax.random.key(0), (100_000,))
+    x = jnp.full((100_000,), 1 + 0.3 * 2**-7, jnp.float32)
+    rounded = np.asarray(round_stochastically(x, bits).astype(jnp.float32))
+    assert set(rounded) == {1.0, 1 + 2**-7}
+    assert (rounded > 1).mean() == pytest.approx(0.3, abs=0.01)
+    exact = jnp.array([0.0, -1.5, jnp.inf, -jnp.inf, 3e38], jnp.bfloat16)
+    assert np.array_equal(round_stochastically(exact.astype(jnp.float32), bits[:5]), exact)
+    assert np.isnan(round_stochastically(jnp.array([jnp.nan]), bits[:1]))
+
+
+def round_moment(moment: jax.Array, path: str, leaf: ParamLeaf, step: int = 3) -> np.ndarray:
+    """Return a moment of a leaf, rounded in a step."""
+    tree = {"mu": unflatten_tree({path: moment})}
+    rounded = narrow_moments(tree, {path: leaf}, "bfloat16", RoundingKey(7, jnp.int32(step)))
+    return np.asarray(flatten_tree(rounded["mu"])[path])
+
+
+def test_rounding_does_not_depend_on_stacking():
+    path = "layers.mlp.up.weight"
+    leaf = runs.make_setup().model.leaves[path]
+    moment = jnp.asarray(np.random.default_rng(0).standard_normal(leaf.shape, np.float32))
+    stacked = round_moment(moment, path, leaf)
+    for layer in range(3):
+        own = f"layers.{layer}.mlp.up.weight"
+        own_leaf = dataclasses.replace(leaf, path=own, shape=leaf.shape[1:], dims=leaf.dims[1:], layer_index=layer)
+        assert np.array_equal(round_moment(moment[layer], own, own_leaf), stacked[layer])
+    assert not np.array_equal(round_moment(moment, path, leaf, step=4), stacked)
+
+
+def test_rounding_does_not_depend_on_the_mesh():
+    """Equal moments in float32 have equal bits in bfloat16."""
+    optimizer = make_optimizer("lion", moment_dtype="bfloat16")
+    rounded = []
+    for mesh in ("", "1,2,4"):
+        setup = runs.make_setup(mesh=mesh, optimizer=optimizer)
+        params = runs.make_state(setup)["params"]
+
+        @jax.jit
+        def round_params(params: Any, setup: StepSetup = setup) -> Any:
+            return narrow_moments({"mu": params}, setup.model.leaves, "bfloat16", RoundingKey(7, jnp.int32(1)))
+
+        rounded.append(flatten_tree(jax.device_get(round_params(params)["mu"])))
+    assert all(np.array_equal(value, rounded[1][path]) for path, value in rounded[0].items())

@@ -1,0 +1,199 @@
+"""Fifty steps of each optimizer against torch, optax, or the formula of its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from tests.helpers import runs
+from tests.helpers.optimizers import by_layer, make_optimizer, random_gradients, run_trajectory
+from trainer.training.optimizers.optimizer import Optimizer
+
+STEPS = 50
+Tensors = dict[str, np.ndarray]
+
+
+def gradients_of_steps() -> Iterator[Tensors]:
+    """Yield the gradients of each step, one array per layer."""
+    params = runs.make_state(runs.make_setup())["params"]
+    for step in range(STEPS):
+        yield by_layer(random_gradients(params, step))
+
+
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """Return the learning rate of each step."""
+    return [float(optimizer.lr_schedule.learning_rate(np.int32(step))) for step in range(STEPS)]  # pyright: ignore
+
+
+def assert_close(actual: Tensors, expected: Tensors, rtol: float = 2e-5) -> None:
+    """Check that all tensors differ by rounding at most, relative to their largest values."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=rtol * np.abs(value).max(), err_msg=name)
+
+
+def decays(name: str) -> bool:
+    """Return whether weight decay applies to a tensor: not to biases and norms."""
+    return name.split()[0].rpartition(".")[2] not in ("bias", "scale")
+
+
+def train_torch(optimizer: Optimizer, make: Callable[[Any, Any], Any]) -> Tensors:
+    """Take the steps with an optimizer of torch, made of the tensors with and without weight decay."""
+    torch = pytest.importorskip("torch")
+    params = by_layer(runs.make_state(runs.make_setup())["params"])
+    tensors = {name: torch.tensor(value, requires_grad=True) for name, value in params.items()}
+    groups = [[tensor for name, tensor in tensors.items() if decays(name) is flag] for flag in (True, False)]
+    reference = make(*groups)
+    for gradients, rate in zip(gradients_of_steps(), rates_of(optimizer), strict=True):
+        for name, tensor in tensors.items():
+            tensor.grad = torch.tensor(gradients[name])
+        for group in reference.param_groups:
+            group["lr"] = rate
+        reference.step()
+    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
+
+
+def train_optax(optimizer: Optimizer, reference: optax.GradientTransformation) -> Tensors:
+    """Take the steps with an optimizer of optax that knows the schedule, on one tensor per layer."""
+    params: Any = by_layer(runs.make_state(runs.make_setup())["params"])
+    state = reference.init(params)
+    update = jax.jit(lambda gradients, state, params: reference.update(gradients, state, params))
+    for gradients in gradients_of_steps():
+        updates, state = update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.device_get(params)
+
+
+def mask(params: Any) -> dict[str, bool]:
+    """Return the mask of weight decay."""
+    return {name: decays(name) for name in params}
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95)])
+def test_adamw_follows_torch(b1: float, b2: float):
+    torch = pytest.importorskip("torch")
+    optimizer = make_optimizer("adamw", b1=b1, b2=b2, schedule="cosine", warmup_steps=5, end_lr=1e-3)
+
+    def make(decayed: Any, others: Any) -> Any:
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1.0, betas=(b1, b2), eps=1e-8)
+
+    assert_close(run_trajectory(optimizer, STEPS)[-1], train_torch(optimizer, make))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_follows_torch(nesterov: bool):
+    torch = pytest.importorskip("torch")
+    optimizer = make_optimizer("sgd", weight_decay=0.0, nesterov=nesterov)
+    expected = train_torch(optimizer, lambda a, b: torch.optim.SGD([*a, *b], lr=1.0, momentum=0.9, nesterov=nesterov))
+    assert_close(run_trajectory(optimizer, STEPS)[-1], expected)
+
+
+def test_adafactor_follows_torch():
+    """The rates are below 1 / sqrt(step), the limit of torch."""
+    torch = pytest.importorskip("torch")
+    optimizer = make_optimizer("adafactor", momentum=0.0, min_factored_size=1, schedule="constant")
+
+    def make(decayed: Any, others: Any) -> Any:
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.Adafactor(groups, lr=1.0, eps=(1e-30, 1e-3))
+
+    assert_close(run_trajectory(optimizer, STEPS)[-1], train_torch(optimizer, make), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("factored", "momentum", "clip"), [(True, 0.0, 1.0), (False, 0.9, 0.0)])
+def test_adafactor_follows_optax(factored: bool, momentum: float, clip: float):
+    """The second case is the parameter-scaled AdamW of llamabpt."""
+    keys = {"factored": factored, "momentum": momentum, "clip_threshold": clip}
+    optimizer = make_optimizer("adafactor", weight_decay=0.0, schedule="cosine", warmup_steps=5, **keys)
+    rate: Any = optimizer.lr_schedule.learning_rate
+    reference = optax.adafactor(
+        rate,
+        min_dim_size_to_factor=8,
+        momentum=momentum or None,
+        factored=factored,
+        clipping_threshold=clip or None,
+    )
+    assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, reference))
+
+
+def test_palm_follows_the_chain_of_easylm():
+    """EasyLM/optimizers.py: adafactor, then weight decay by the square of the learning rate."""
+    optimizer = make_optimizer("palm", lr=0.02, warmup_steps=8, weight_decay=2e-3)
+
+    def rate(step: Any) -> Any:
+        return 0.02 / 0.01 / jax.numpy.sqrt(jax.numpy.maximum(step, 8))
+
+    reference = optax.chain(
+        optax.adafactor(
+            rate, multiply_by_parameter_scale=True, momentum=0.9, decay_rate=0.99, factored=False,
+            clipping_threshold=None,
+        ),
+        optax.add_decayed_weights(lambda step: -(2e-3 / 1e-4) * rate(step) ** 2, mask),
+    )  # fmt: skip
+    assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, reference))
+
+
+def test_lion_follows_its_paper():
+    """Algorithm 2 of arXiv:2302.06675. The sign of a direction of 0 plus rounding is not compared."""
+    optimizer = make_optimizer("lion", schedule="cosine", warmup_steps=5)
+    actual = run_trajectory(optimizer, STEPS)
+    momentum = {name: np.zeros_like(value) for name, value in actual[0].items()}
+    for step, (gradients, rate) in enumerate(zip(gradients_of_steps(), rates_of(optimizer), strict=True)):
+        for name, gradient in gradients.items():
+            direction, before = 0.9 * momentum[name] + 0.1 * gradient, actual[step][name]
+            expected = before - rate * (np.sign(direction) + 0.1 * decays(name) * before)
+            is_clear = np.abs(direction) > 1e-6
+            np.testing.assert_allclose(actual[step + 1][name][is_clear], expected[is_clear], rtol=1e-5, atol=1e-7)
+            momentum[name] = 0.99 * momentum[name] + 0.01 * gradient
+
+
+def orthogonalize(matrix: np.ndarray) -> np.ndarray:
+    """Compute five Newton-Schulz iterations of Muon (https://kellerjordan.github.io/posts/muon/) in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def test_muon_follows_its_formula():
+    """Momentum with Nesterov's step and bias correction, orthogonalized; root mean square of arXiv:2502.16982."""
+    optimizer = make_optimizer("muon", schedule="constant", lr=1e-3)
+    actual = run_trajectory(optimizer, STEPS)
+    params = {name: value.astype(float) for name, value in actual[0].items() if is_muon(name)}
+    momentum = {name: np.zeros_like(value) for name, value in params.items()}
+    for step, gradients in enumerate(gradients_of_steps(), start=1):
+        for name, value in params.items():
+            momentum[name] = 0.95 * momentum[name] + 0.05 * gradients[name]
+            next_momentum = momentum[name] / (1 - 0.95 ** (step + 1))
+            direction = orthogonalize(0.95 * next_momentum + 0.05 * gradients[name] / (1 - 0.95**step))
+            params[name] = value - 1e-3 * (0.2 * max(value.shape) ** 0.5 * direction + 0.1 * value)
+    assert_close({name: actual[-1][name] for name in params}, params, rtol=1e-4)
+
+
+def is_muon(name: str) -> bool:
+    """Return whether Muon updates a tensor: the matrices of layers."""
+    return name.startswith("layers.") and decays(name)
+
+
+def test_muon_follows_optax():
+    """Also the parameters that have Adam: embeddings, norms and biases."""
+    optimizer = make_optimizer("muon", weight_decay=0.0, schedule="cosine", warmup_steps=5, update_rms=0.0)
+
+    def numbers(params: Any) -> Any:
+        return {name: optax.contrib.MuonDimensionNumbers(1, 0) if is_muon(name) else None for name in params}
+
+    rate: Any = optimizer.lr_schedule.learning_rate
+    reference = optax.contrib.muon(rate, muon_weight_dimension_numbers=numbers, nesterov=True, adam_b2=0.95)
+    expected, actual = train_optax(optimizer, reference), run_trajectory(optimizer, STEPS)[-1]
+    names = [name for name in actual if is_muon(name)]
+    assert_close({name: actual[name] for name in names}, {name: expected[name] for name in names}, rtol=1e-4)

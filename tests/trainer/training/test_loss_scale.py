@@ -1,0 +1,89 @@
+"""Training in float16 with a loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import runs
+from tests.helpers.optimizers import compile_step, take_steps
+from trainer.training import feed
+from trainer.training.checkpoint import host_leaves
+from trainer.training.loading import restore_state
+from trainer.training.loss_scale import GROWTH_STEPS, MAX_SCALE, LossScale
+from trainer.training.step import StepSetup
+
+DYNAMIC = LossScale()
+
+
+def make_setup(scale: LossScale | None = DYNAMIC, dtype: str = "float16", **options: Any) -> StepSetup:
+    """Return a setup in float16."""
+    return dataclasses.replace(runs.make_setup(dtype=dtype, **options), loss_scale=scale)
+
+
+def losses(setup: StepSetup, steps: int = 8) -> list[float]:
+    """Return the mean loss of each step."""
+    step, job, state = compile_step(setup), runs.make_job(setup), runs.make_state(setup)
+    means = []
+    for number in range(steps):
+        state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
+        means.append(float(metrics["loss"]) / float(metrics["weight"]))
+    assert int(state["skipped"]) == 0
+    return means
+
+
+def test_float16_follows_float32():
+    expected = losses(make_setup(None, "float32"))
+    np.testing.assert_allclose(losses(make_setup(accumulate=2)), expected, rtol=5e-3)
+
+
+def test_loss_scale_changes_float32_by_rounding():
+    expected = losses(make_setup(None, "float32"))
+    actual = losses(make_setup(LossScale(1024.0, is_dynamic=False), "float32"))
+    np.testing.assert_allclose(actual, expected, rtol=2e-6)
+
+
+def test_overflow_is_skipped_and_halves_the_scale():
+    setup = make_setup(LossScale(2.0**40))
+    state = take_steps(setup, runs.make_state(setup), until=3)
+    assert (int(state["skipped"]), float(state["loss_scale"]), int(state["loss_scale_steps"])) == (3, 2.0**37, 0)
+    before = runs.make_state(setup)["params"]["embed"]["tokens"]
+    assert np.array_equal(state["params"]["embed"]["tokens"], before)
+
+
+def test_step_without_tokens_keeps_the_scale():
+    setup = make_setup()
+    job = runs.make_job(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    state, _ = compile_step(setup)(runs.make_state(setup), {**batch, "weights": jnp.zeros_like(batch["weights"])})
+    assert (int(state["skipped"]), float(state["loss_scale"])) == (1, 2.0**15)
+
+
+def test_scale_grows_up_to_its_maximum():
+    scale, finite = LossScale(), jnp.array(True)
+    state = {"loss_scale": jnp.float32(8), "loss_scale_steps": jnp.int32(GROWTH_STEPS - 2)}
+    state = scale.next(state, finite)
+    assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (8, GROWTH_STEPS - 1)
+    state = scale.next(state, finite)
+    assert (float(state["loss_scale"]), int(state["loss_scale_steps"])) == (16, 0)
+    largest = {"loss_scale": jnp.float32(MAX_SCALE), "loss_scale_steps": jnp.int32(GROWTH_STEPS - 1)}
+    assert float(scale.next(largest, finite)["loss_scale"]) == MAX_SCALE
+
+
+def test_static_scale_has_no_state():
+    setup = make_setup(LossScale(256.0, is_dynamic=False))
+    assert "loss_scale" not in runs.make_state(setup)
+    assert losses(setup, 2) == pytest.approx(losses(make_setup(), 2), rel=1e-3)
+
+
+def test_resume_keeps_the_scale():
+    setup = make_setup(LossScale(2.0**40))
+    at_2 = take_steps(setup, runs.make_state(setup), until=2)
+    arrays = {name: leaf.fetch().copy() for name, leaf in host_leaves(at_2).items()}
+    resumed = take_steps(setup, restore_state(runs.MemoryReader(arrays), setup), until=4)
+    assert runs.state_bytes(resumed) == runs.state_bytes(take_steps(setup, jax.tree.map(jnp.copy, at_2), until=4))

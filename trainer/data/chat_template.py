@@ -1,0 +1,107 @@
+"""The chat template of a tokenizer: which file has it, and the special tokens that it may use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from trainer.data.files import io_error
+from trainer.models.errors import PrepError
+
+TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
+    "chat_template.jinja",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A Jinja template that renders the messages of a conversation as a text.
+
+    Attributes:
+        file: The file that has it, for error messages.
+        text: The template.
+        special_tokens: Names and texts of special tokens, such as `bos_token`, which are variables of the template.
+    """
+
+    file: str
+    text: str
+    special_tokens: tuple[tuple[str, str], ...]
+
+    @property
+    def identity(self) -> str:
+        """Digest of the template and its variables."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([self.text, self.special_tokens]).encode())
+
+
+def load_chat_template(tokenizer: Path) -> ChatTemplate:
+    """Load the chat template beside a tokenizer.
+
+    Args:
+        tokenizer: A tokenizer.json, or a folder that contains one.
+
+    Returns:
+        The template in `chat_template.jinja`, else the default one in `tokenizer_config.json`.
+
+    Raises:
+        PrepError: There is no template, or a file is invalid.
+    """
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    config = _read_json(folder / CONFIG_FILE)
+    special_tokens = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE) | config)
+    text, file = _read_text(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
+    if text is None:
+        text, file = _default_template(config.get("chat_template")), folder / CONFIG_FILE
+    if text is None:
+        why = f"looked for {TEMPLATE_FILE}, and for `chat_template` in {CONFIG_FILE}"
+        raise PrepError(
+            f"the tokenizer in {folder} has no chat template", why, f"put a {TEMPLATE_FILE} into the folder"
+        )
+    return ChatTemplate(str(file), text, special_tokens)
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise io_error(path, error) from error
+    except UnicodeDecodeError as error:
+        raise PrepError(f"{path} is not UTF-8", str(error)) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if the file is missing."""
+    text = _read_text(path)
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise PrepError(f"{path} is not JSON", str(error)) from None
+    if not isinstance(value, dict):
+        raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}")
+    return cast(dict[str, Any], value)
+
+
+def _default_template(value: Any) -> str | None:
+    """Return the template in a tokenizer's config: a text, or the one named `default` in a list."""
+    if isinstance(value, list):
+        entries = [entry for entry in cast(list[Any], value) if isinstance(entry, dict)]
+        value = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the special tokens of a config; each is a text, or an object with its text as `content`."""
+    tokens = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in sorted(config.items())
+        if key.endswith("_token")
+    }
+    return tuple((key, text) for key, text in tokens.items() if isinstance(text, str))

@@ -1,0 +1,90 @@
+"""The settings that turn records into examples, and the tokens that they put around documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.data.chat_template import ChatTemplate
+from trainer.data.examples import Segment
+from trainer.recipe.field_grammar import TextField, parse_fields
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleSettings:
+    """Everything that determines the examples of a record.
+
+    Attributes:
+        fields: Columns and tokens, in the grammar of `parse_fields`; empty for types of data without columns.
+        fields_from_example: Column that has the fields of each record, instead of `fields`.
+        chat_template: Template of the messages in the column `fields`; None for other data.
+        has_encoder: Whether an encoder reads the fields in brackets.
+        bos_id: The model's beginning-of-sequence token; None if it has none.
+        eos_id: The model's end-of-sequence token; None if it has none.
+        add_bos: Put `bos_id` before each document, without loss.
+        add_eos: Put `eos_id`, if the model has it, after each document.
+        source_prefix: Text put before each source.
+        prepend_text: Text put before the first field of each document, which must be a text.
+        subfield_separator: Text between the texts of a field.
+    """
+
+    fields: str = ""
+    fields_from_example: str = ""
+    chat_template: ChatTemplate | None = None
+    has_encoder: bool = False
+    bos_id: int | None = None
+    eos_id: int | None = None
+    add_bos: bool = False
+    add_eos: bool = True
+    source_prefix: str = ""
+    prepend_text: str = ""
+    subfield_separator: str = " "
+
+    @property
+    def end_id(self) -> int | None:
+        """The token put after each document; None for none."""
+        return self.eos_id if self.add_eos else None
+
+    def identity_inputs(self) -> dict[str, Any]:
+        """Return what determines ids and weights besides `fields` and `end_id`; empty for settings of version 0.1."""
+        inputs: dict[str, Any] = {
+            "prefix": self.source_prefix,
+            "fields_from_example": self.fields_from_example,
+            "chat": self.chat_template and self.chat_template.identity,
+            "bos": self.bos_id if self.add_bos else None,
+            "prepend": self.prepend_text,
+            "separator": [self.subfield_separator] if self.subfield_separator != " " else None,
+            "grammar": self._grammar_inputs(),
+        }
+        return {key: value for key, value in inputs.items() if value not in (None, "")}
+
+    def _grammar_inputs(self) -> list[Any] | None:
+        """Return what determines the meaning of fields that are not plain columns; None for plain columns.
+
+        Plain columns are one column, or, with an encoder, columns in brackets and others.
+        """
+        if self.chat_template is not None or not (self.fields or self.fields_from_example):
+            return None
+        items = () if self.fields_from_example else parse_fields(self.fields).items
+        is_plain = all(isinstance(field, TextField) and len(field.columns) == 1 for field, _ in items)
+        if is_plain and not self.fields_from_example and (self.has_encoder or len(items) == 1):
+            return None
+        return [self.has_encoder, self.bos_id, self.eos_id]
+
+
+def token_segment(token_id: int | None, weight: int = 1) -> tuple[Segment, ...]:
+    """Return the segment of a token; none for None."""
+    return () if token_id is None else (Segment(np.array([token_id], np.uint32), weight),)
+
+
+def begin_segments(settings: ExampleSettings) -> tuple[Segment, ...]:
+    """Return the segments put before each document."""
+    return token_segment(settings.bos_id if settings.add_bos else None, 0)
+
+
+def largest_added_id(settings: ExampleSettings) -> int:
+    """Return the largest id that is put before or after documents; -1 for none."""
+    ids = (settings.bos_id if settings.add_bos else None, settings.end_id)
+    return max((token_id for token_id in ids if token_id is not None), default=-1)

@@ -1,0 +1,307 @@
+"""Write a token store: under a name of its own, synced, then renamed.
+
+Processes of several hosts may build a store at the same time, without a lock: each writes a folder of its own, and the
+first one to finish renames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from trainer.data.examples import TokenIds
+from trainer.data.files import io_error
+from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
+from trainer.data.read_position import ReadPosition
+from trainer.data.store import (
+    DOCUMENT_END_NBYTES,
+    DOCUMENTS_FILE,
+    META_FILE,
+    TOKENS_FILE,
+    WEIGHTS_FILE,
+    DamagedStoreError,
+    StoreMeta,
+    little_endian,
+    read_meta,
+)
+from trainer.data.store_journal import (
+    JOURNAL_FILE,
+    RestoredFiles,
+    SavedState,
+    StoreJournal,
+    read_journal,
+    restore_files,
+)
+
+LOCK_FILE = "lock"
+EMPTY_DIGEST = xxhash.xxh3_128().hexdigest()
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
+IN_USE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of renaming a folder to the name of another
+
+
+class TokenWriter:
+    """Writer of the files of a store.
+
+    Attributes:
+        dtype: Dtype of the ids.
+        n_tokens: Ids so far.
+        n_documents: Documents so far.
+        max_id: Largest id so far; -1 for none.
+        position: Position after the examples of the store.
+    """
+
+    def __init__(self, files: Mapping[str, BinaryIO], restored: RestoredFiles, journal: StoreJournal) -> None:
+        """Continue a store.
+
+        Args:
+            files: The files by name, at their end; with WEIGHTS_FILE if the store has loss weights.
+            restored: State of the files.
+            journal: Journal of the store.
+        """
+        self._files = {name: _HashingFile(file, restored.digests[name]) for name, file in files.items()}
+        self._journal = journal
+        meta, self.position = restored.state.meta, restored.state.position
+        self._identity, self.dtype = meta.identity, meta.dtype
+        self.n_tokens, self.n_documents, self.max_id = meta.n_tokens, meta.n_documents, meta.max_id
+
+    def append(self, ids: TokenIds, weights: npt.NDArray[np.uint8] | None = None) -> None:
+        """Append ids to the current document.
+
+        Args:
+            ids: The ids.
+            weights: Loss weight of each as a target, 0 or 1; None if all are 1.
+        """
+        self._files[TOKENS_FILE].write(ids.astype(little_endian(self.dtype)).tobytes())
+        if WEIGHTS_FILE in self._files:
+            self._files[WEIGHTS_FILE].write((np.ones(len(ids), np.uint8) if weights is None else weights).tobytes())
+        else:
+            assert weights is None
+        self.n_tokens += len(ids)
+        self.max_id = max(self.max_id, int(ids.max(initial=0))) if len(ids) else self.max_id
+
+    def end_document(self) -> None:
+        """End the current document."""
+        self._files[DOCUMENTS_FILE].write(self.n_tokens.to_bytes(DOCUMENT_END_NBYTES, "little"))
+        self.n_documents += 1
+
+    def commit(self, position: ReadPosition) -> None:
+        """Note the examples whose tokens were appended; from time to time, save this state.
+
+        A later run continues from the saved state, after a kill.
+
+        Args:
+            position: The examples.
+        """
+        self.position = position
+        if self._journal.is_due():
+            self.save()
+
+    def save(self) -> None:
+        """Begin to save the state of the store."""
+        self._journal.save(SavedState(self.meta(), self.position))
+
+    def meta(self) -> StoreMeta:
+        """Return the metadata of the store so far."""
+        return StoreMeta(
+            identity=self._identity,
+            dtype=self.dtype,
+            n_tokens=self.n_tokens,
+            n_documents=self.n_documents,
+            max_id=self.max_id,
+            digests={name: file.digest() for name, file in self._files.items()},
+        )
+
+
+class _HashingFile:
+    """A sequentially written file with a running digest."""
+
+    def __init__(self, file: BinaryIO, state: xxhash.xxh3_128) -> None:
+        self._file, self._state = file, state
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._state.update(data)
+
+    def digest(self) -> str:
+        return self._state.hexdigest()
+
+
+def dtype_for(max_id: int) -> str:
+    """Return the smallest store dtype that holds ids up to `max_id`."""
+    return "uint16" if max_id < 1 << 16 else "uint32"
+
+
+def make_cache(cache: Path) -> None:
+    """Create the folder of stores and its lock file; raise OSError if that fails."""
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / LOCK_FILE).touch()
+
+
+@contextlib.contextmanager
+def lock_cache(cache: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Create the folder of stores and lock it for writing; the lock is released when the process ends.
+
+    The lock only avoids that two processes build one store. File systems without locks need none.
+
+    Args:
+        cache: The folder of stores.
+        note: Called with a message if another process holds the lock.
+
+    Raises:
+        PrepError: The folder cannot be created or locked.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            make_cache(cache)
+            handle = stack.enter_context((cache / LOCK_FILE).open("ab"))
+            _acquire_lock(handle, lambda: note(f"another process writes tokens to {cache}: waiting for it"))
+        except OSError as error:
+            raise io_error(cache, error) from error
+        yield
+
+
+def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *, has_weights: bool = False) -> None:
+    """Build a store under a name of its own, sync it, then rename it.
+
+    The build continues that of a killed run, from the last state in its journal. A complete store that another process
+    put there meanwhile is kept; a damaged one is replaced. Other incomplete stores that killed runs left in the cache
+    are removed. An error removes the store; an interruption leaves it to the next run.
+
+    Args:
+        folder: Folder of the store; its name is the identity.
+        dtype: Dtype of the ids.
+        fill: Appends the missing ids to the writer.
+        has_weights: Whether the store has loss weights.
+
+    Raises:
+        PrepError: The store cannot be written.
+    """
+    partial = folder.with_name(partial_name(folder.name))
+    names = (TOKENS_FILE, DOCUMENTS_FILE, *([WEIGHTS_FILE] if has_weights else []))
+    try:
+        _take_over(partial, folder.name, names)
+        for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
+            _remove_folder(leftover)
+        _write_store(partial, folder.name, dtype, names=names, fill=fill)
+        _publish(partial, folder)
+        _fsync(folder.parent)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise io_error(folder, error) from error
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.rename(folder.with_name(released_name(folder.name)))
+        raise
+
+
+def _take_over(partial: Path, identity: str, names: Sequence[str]) -> None:
+    """Create a folder from the incomplete store of another process that has the most tokens; empty without one.
+
+    The folder of an ended process of this host is renamed. Others are copied, because their processes may still write:
+    what the journal names does not change any more.
+
+    Args:
+        partial: The folder to create.
+        identity: Identity of the store.
+        names: Names of its files.
+    """
+    journals = {path: read_journal(path) for path in partial.parent.glob(f"{identity}.*.partial")}
+    sizes = {path: states[-1].meta.n_tokens for path, states in journals.items() if states}
+    for path in sorted(filter(sizes.get, sizes), key=lambda path: sizes[path], reverse=True):
+        try:
+            if has_ended(path):
+                path.rename(partial)
+            else:
+                _copy_files(path, partial, (JOURNAL_FILE, *names))
+            return
+        except OSError:  # another process took it over, completed it or removed it
+            shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+
+
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    target.mkdir()
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Rename a complete store to its final name, unless a complete one has it; a damaged one is removed."""
+    (partial / JOURNAL_FILE).unlink()
+    while True:
+        try:
+            partial.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in IN_USE:
+                raise
+        with contextlib.suppress(DamagedStoreError):
+            read_meta(folder)
+            _remove_folder(partial)
+            return
+        damaged = folder.with_name(partial_name(folder.name))
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it away
+            folder.rename(damaged)
+        _remove_folder(damaged)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder that other processes may remove at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def _write_store(
+    folder: Path, identity: str, dtype: str, *, names: Sequence[str], fill: Callable[[TokenWriter], None]
+) -> None:
+    """Fill the files of a store, sync them, and write its metadata."""
+    empty = StoreMeta(identity, dtype, n_tokens=0, n_documents=0, max_id=-1, digests=dict.fromkeys(names, EMPTY_DIGEST))
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(_open_for_update(folder / name)) for name in names}
+        restored = restore_files(files, read_journal(folder), SavedState(empty, ReadPosition()))
+        journal = stack.enter_context(contextlib.closing(StoreJournal(folder, files.values(), restored.state)))
+        writer = TokenWriter(files, restored, journal)
+        fill(writer)
+        writer.save()
+    (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
+    for path in (*(folder / name for name in names), folder / META_FILE, folder):
+        _fsync(path)
+
+
+def _open_for_update(path: Path) -> BinaryIO:
+    """Open a file for reading and writing, at its start; create it if it is missing."""
+    path.touch()
+    return path.open("r+b")
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,79 @@
+"""The forward pass and the loss of a model, as the modules of Flax call them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from trainer.models.errors import usage_error
+from trainer.models.param_tree import Tree
+from trainer.nn import transformer
+from trainer.nn.attention_mask import EncoderOutput
+from trainer.nn.lm_head import LossSums
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity, so that jit caches functions of it
+class Computation:
+    """Pure functions of a model's parameters, without dropout.
+
+    Attributes:
+        model: The model.
+        forward_config: Execution options.
+
+    Raises:
+        UsageError: The mesh splits the tokens of a sequence.
+    """
+
+    model: ModelSpec
+    forward_config: ForwardConfig
+
+    def __post_init__(self) -> None:
+        """Check that tokens stay in their order."""
+        sharding = self.forward_config.sharding
+        if sharding.sequence_parallel_size > 1:
+            why = "Flax modules take the tokens of a sequence in their order"
+            raise usage_error(f"`--mesh {sharding.mesh}` has sp", why, "`--mesh` with fsdp or mp")
+
+    def logits(
+        self, params: Tree, tokens: Array, source: Array | None = None, source_mask: Array | None = None
+    ) -> Array:
+        """Compute float32 logits [B, T, V]; padded rows of the vocabulary have large negative logits.
+
+        Args:
+            params: Parameters of the model.
+            tokens: int32 [B, T].
+            source: For a model with an encoder, its tokens, int32 [B, S].
+            source_mask: bool [B, S], false for padding; None if no source token is padding.
+        """
+        output: EncoderOutput | None = None
+        if source is not None:
+            output = transformer.encode(params, source, self.model, self.forward_config, source_mask)
+        return transformer.compute_logits(params, tokens, self.model, self.forward_config, output)
+
+    def loss_sums(
+        self,
+        params: Tree,
+        tokens: Array,
+        targets: Array,
+        weights: Array,
+        *,
+        source: Array | None = None,
+        source_mask: Array | None = None,
+    ) -> LossSums:
+        """Compute the summed cross entropy in chunks of tokens, so that the logits of all tokens never exist.
+
+        Args:
+            params: Parameters of the model.
+            tokens: int32 [B, T].
+            targets: int32 [B, T], the next token of each token.
+            weights: Weight of each target, float32 [B, T]; 0 ignores it.
+            source: For a model with an encoder, its tokens, int32 [B, S].
+            source_mask: bool [B, S], false for padding; None if no source token is padding.
+        """
+        batch = {"tokens": tokens, "targets": targets, "weights": weights}
+        if source is not None:
+            batch |= {"source": source, "present": jnp.ones_like(source) if source_mask is None else source_mask}
+        return transformer.loss_sums(params, batch, self.model, self.forward_config)

@@ -1,0 +1,127 @@
+"""Parameters as matrices, layer by layer, and leaves of the optimizer state that lack some axes of a parameter.
+
+Optimizers treat the weight of each layer as one matrix, whatever the dims of its leaf: `layers heads head_dim embed` is
+one matrix of heads * head_dim rows and embed columns per layer. Rows are output dims, as in PyTorch.
+
+A statistic over some axes of a parameter keeps these axes with extent 1, so that its other axes, and with them its
+shards and its layers, are those of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from trainer.models.axis_map import LAYER_ATOMS
+from trainer.models.param_tree import ParamLeaf
+
+HEAD_DIMS = frozenset({"heads", "kv_heads", "head_dim"})  # neighbours of them are one dim of a matrix
+EXPERTS = "experts"
+LAYER_PARTS = frozenset({"layers"})  # of the paths of parameters of layers
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixAxes:
+    """The axes of a leaf that form a matrix.
+
+    Attributes:
+        batch: Axes that count matrices: layers and experts.
+        rows: Axes of the output dims.
+        columns: Axes of the input dims.
+    """
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def matrix_axes(leaf: ParamLeaf) -> MatrixAxes | None:
+    """Return the axes of the matrices of a leaf; None if it has a vector per layer, or more than two dims."""
+    batch = [leaf.stack_axis] if leaf.stack_axis is not None else []
+    groups = _dim_groups(leaf, batch)
+    if len(groups) == 3 and leaf.dims[groups[0][0]][:1] == (EXPERTS,):
+        batch, groups = [*batch, *groups[0]], groups[1:]
+    if len(groups) != 2:
+        return None
+    return MatrixAxes(tuple(batch), tuple(groups[0]), tuple(groups[1]))
+
+
+def _dim_groups(leaf: ParamLeaf, excluded: Collection[int]) -> list[list[int]]:
+    """Return the axes of each matrix dim: neighbouring dims of attention heads are together."""
+    groups: list[list[int]] = []
+    for axis, dim in enumerate(leaf.dims):
+        if axis in excluded:
+            continue
+        is_head = bool(dim) and dim[0] in HEAD_DIMS
+        if groups and is_head and leaf.dims[groups[-1][-1]][0] in HEAD_DIMS:
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    return groups
+
+
+def is_layer_matrix(leaf: ParamLeaf) -> bool:
+    """Return whether a leaf is the weight matrix of a layer: no embedding, head, norm or bias."""
+    is_in_layer = not LAYER_PARTS.isdisjoint(leaf.path.split("."))
+    return leaf.role == "matrix" and is_in_layer and matrix_axes(leaf) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredAxes:
+    """The axes that the two statistics of a factored second moment are means over.
+
+    Attributes:
+        row_mean: Axes of the larger dim of the matrix; `v_row` has a value per index of the other.
+        col_mean: Axes of the smaller dim.
+    """
+
+    row_mean: tuple[int, ...]
+    col_mean: tuple[int, ...]
+
+
+def factored_axes(leaf: ParamLeaf, min_dim_size: int) -> FactoredAxes | None:
+    """Return the axes of the statistics of a leaf's matrices; None if they are not factored.
+
+    Args:
+        leaf: The parameter.
+        min_dim_size: Smallest dim of a matrix that is factored.
+    """
+    axes = matrix_axes(leaf)
+    if axes is None:
+        return None
+    rows, columns = (_extent(leaf, group) for group in (axes.rows, axes.columns))
+    if min(rows, columns) < min_dim_size:
+        return None
+    return FactoredAxes(axes.columns, axes.rows) if columns >= rows else FactoredAxes(axes.rows, axes.columns)
+
+
+def _extent(leaf: ParamLeaf, axes: Sequence[int]) -> int:
+    extent = 1
+    for axis in axes:
+        extent *= leaf.shape[axis]
+    return extent
+
+
+def reduce_leaf(leaf: ParamLeaf, axes: Collection[int]) -> ParamLeaf:
+    """Return the leaf of a statistic over some axes of a parameter; its other dims keep their names."""
+    shape = tuple(1 if axis in axes else extent for axis, extent in enumerate(leaf.shape))
+    dims = tuple(() if axis in axes else dim for axis, dim in enumerate(leaf.dims))
+    return replace(leaf, shape=shape, dims=dims)
+
+
+def reduced_axes(shape: Sequence[int], param_shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the axes of a parameter that a leaf has with extent 1; None if it is no statistic of the parameter."""
+    if len(shape) != len(param_shape):
+        return None
+    differing = tuple(axis for axis, extent in enumerate(shape) if extent != param_shape[axis])
+    return differing if all(shape[axis] == 1 for axis in differing) else None
+
+
+def layer_number_path(path: str, layer: str) -> str:
+    """Return the path of a leaf of stacked layers with the number of a layer in it, as in a tree without stacking."""
+    return path.replace("layers.", f"layers.{layer}.", 1)
+
+
+def counts_layers(dim: Sequence[str]) -> bool:
+    """Return whether a dim of a leaf stacks layers."""
+    return len(dim) == 1 and dim[0] in LAYER_ATOMS

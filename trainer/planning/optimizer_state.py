@@ -1,0 +1,74 @@
+"""The optimizer state of a recipe as shapes, without JAX, for estimates of memory and of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from trainer.models.errors import usage_error
+from trainer.models.leaf_matrices import factored_axes, is_layer_matrix
+from trainer.models.leaf_patterns import FREEZE_KEY, PATTERN_KEYS, check_used, matches_any
+from trainer.models.memory_inputs import FLOAT32, StateLeaf
+from trainer.models.param_tree import ParamLeaf
+from trainer.recipe.optimizer_tables import (
+    AdafactorTable,
+    AdamWTable,
+    LionTable,
+    MuonTable,
+    OptimizerTable,
+    PalmTable,
+    SGDTable,
+)
+
+BFLOAT16 = 2
+NO_AXES: tuple[int, ...] = ()
+
+
+def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> None:
+    """Check that each pattern of a recipe matches a parameter, and that a parameter is trained.
+
+    Raises:
+        UsageError: A pattern matches no parameter, or all are frozen.
+    """
+    for name in PATTERN_KEYS:
+        check_used(getattr(table, name), leaves, f"optimizer.{name}")
+    if not trained_leaves(table, leaves):
+        raise usage_error(f"`{FREEZE_KEY}` matches all parameters", "the run would train nothing", "fewer patterns")
+
+
+def trained_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
+    """Return the parameters trained by a recipe."""
+    return {path: leaf for path, leaf in leaves.items() if not matches_any(table.freeze, path)}
+
+
+def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tuple[StateLeaf, ...]:
+    """Return the leaves of the optimizer state that belong to parameters."""
+    itemsize = BFLOAT16 if table.moment_dtype == "bfloat16" else FLOAT32
+    trained = trained_leaves(table, leaves).values()
+    moments = [StateLeaf(leaf, axes, itemsize) for leaf in trained for axes in _moments(table, leaf)]
+    averages = [StateLeaf(leaf, NO_AXES, FLOAT32) for leaf in trained if table.ema]
+    return (*moments, *averages)
+
+
+def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
+    """Yield the missing axes of each moment of a parameter."""
+    match table:
+        case AdamWTable():
+            yield from (NO_AXES, NO_AXES)
+        case LionTable():
+            yield NO_AXES
+        case SGDTable():
+            yield from (NO_AXES,) if table.momentum else ()
+        case MuonTable():
+            yield from (NO_AXES,) if is_layer_matrix(leaf) else (NO_AXES, NO_AXES)
+        case AdafactorTable() | PalmTable():
+            yield from _second_moments(table, leaf)
+            yield from (NO_AXES,) if table.momentum else ()
+        case _:
+            raise AssertionError(table)
+
+
+def _second_moments(table: AdafactorTable | PalmTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
+    axes = None
+    if isinstance(table, AdafactorTable) and table.factored:
+        axes = factored_axes(leaf, table.min_factored_size)
+    yield from (axes.row_mean, axes.col_mean) if axes else (NO_AXES,)

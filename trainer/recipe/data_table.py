@@ -1,0 +1,197 @@
+"""The table of a recipe for its data."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from trainer.recipe.key_types import (
+    STRICT,
+    DataSources,
+    NonNegativeInt,
+    Paths,
+    PathText,
+    UnitInterval,
+    if_absent,
+)
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype, Objective, Packing
+
+
+class Data(BaseModel):
+    """The training and evaluation data, and how it becomes sequences."""
+
+    model_config = STRICT
+
+    type: DataType = Field(
+        default="auto",
+        description="text: each file is a document; json: each line is an object with a document; csv: each row has "
+        "one, also in .tsv files; parquet and arrow: tables with a document per row; ids: .npy and .bin files of token "
+        "ids; auto: as the suffixes of the files tell. Files of text, json and csv may be compressed (.gz, .zst)",
+        examples=["text"],
+    )
+    path: Paths | None = Field(
+        description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
+        examples=["data/train.txt"],
+        json_schema_extra=if_absent("required, or `sources`"),
+    )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="configuration of a dataset on the hub",
+        examples=["wikitext-103-raw-v1"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of a dataset on the hub or in a saved folder",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="branch, tag or commit of a dataset on the hub",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
+    sources: DataSources | None = Field(
+        default=None,
+        description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
+        examples=[
+            [{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl", "weight": 1}]
+        ],
+        json_schema_extra=if_absent("the dataset of `path`"),
+    )
+    ids_dtype: IdsDtype = Field(
+        default=DEFAULT_IDS_DTYPE, description="dtype of the token ids in .bin files", examples=["uint32"]
+    )
+    bad_lines: NonNegativeInt = Field(
+        default=0,
+        description="invalid lines and rows that are skipped; the first ones are reported, and one more is an error",
+        examples=[10],
+    )
+    format: DataFormat = Field(
+        default="text",
+        description="text: columns of texts or token ids; prompt_completion: text with the `fields` "
+        '"[prompt], completion"; chat: the column `fields` ("messages" by default) has a list of messages, which the '
+        "chat template of the tokenizer renders, with loss on the turns of the assistant",
+        examples=["text"],
+    )
+    fields: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the text, or a list of fields: `[question+context], answer`. An encoder reads the "
+        "fields in brackets; without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
+        "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
+        examples=["text"],
+        json_schema_extra=if_absent('"text", if the files have columns'),
+    )
+    fields_from_example: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column with the fields of each example, instead of `fields`",
+        examples=["fields"],
+        json_schema_extra=if_absent("`fields`"),
+    )
+    subfield_separator: str = Field(default=" ", description="text between the texts that `+` joins", examples=[" "])
+    prepend_text: str = Field(
+        default="", description="text put before the first field of each document", examples=["Question: "]
+    )
+    add_bos: bool = Field(
+        default=False,
+        description="put the model's beginning-of-sequence token before each document, without loss",
+        examples=[True],
+    )
+    add_eos: bool | None = Field(
+        default=None,
+        description="put the model's end-of-sequence token, if it has one, after each document",
+        examples=[True],
+        json_schema_extra=if_absent("true; false for chat"),
+    )
+    always_start_with_bos: bool = Field(
+        default=False,
+        description="replace the first input token of each sequence, or of each of its documents with `packing` "
+        "documents, by the beginning-of-sequence token; targets stay",
+        examples=[True],
+    )
+    max_examples: NonNegativeInt = Field(
+        default=0,
+        description="lines, or text files, of `path` to use, the first ones; 0: all. `eval.limit` limits evaluation",
+        examples=[10000],
+    )
+    source_length: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description="maximum tokens of an encoder source; longer sources are truncated",
+        examples=[512],
+        json_schema_extra=if_absent("no sources"),
+    )
+    source_prefix: str | None = Field(
+        default=None,
+        description="text put before each source",
+        examples=["summarize: "],
+        json_schema_extra=if_absent("no prefix"),
+    )
+    tokenizer: PathText | None = Field(
+        default=None,
+        description="a tokenizer.json, or a folder that contains one",
+        examples=["gpt-neo-1.3B"],
+        json_schema_extra=if_absent("the model's tokenizer"),
+    )
+    seq_length: Annotated[int, Field(ge=2)] = Field(
+        description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
+        examples=[1024],
+    )
+    packing: Packing = Field(
+        default="concatenate",
+        description="concatenate: all documents are concatenated and cut into sequences; the remainder is dropped. "
+        "documents: whole documents share a sequence, and none attends to another. none: each document is a sequence "
+        "of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of source and "
+        "target is a sequence of its own",
+        examples=["documents"],
+    )
+    objective: Objective = Field(
+        default="next_token",
+        description="next_token: predict each token from those before it, and from the source; span_corruption: an "
+        "encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
+        examples=["span_corruption"],
+    )
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.15,
+        description="fraction of the tokens of a block that span corruption moves to the target",
+        examples=[0.15],
+    )
+    mean_noise_span_length: Annotated[float, Field(ge=1)] = Field(
+        default=3.0, description="mean tokens of a span of span corruption", examples=[3.0]
+    )
+    holdout: UnitInterval = Field(
+        default=0.0,
+        description="fraction of the sequences, the last ones, used for evaluation instead of training",
+        examples=[0.05],
+    )
+    eval_path: Paths | None = Field(
+        default=None,
+        description="files, folders or globs to evaluate on",
+        examples=["data/validation.txt"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of `eval_path`, or of `path`, to evaluate on",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
+    cache: PathText | None = Field(
+        default=None,
+        description="folder of the tokenized data",
+        examples=["~/tokens"],
+        json_schema_extra=if_absent("`data` in the run's folder"),
+    )
+    shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
+
+    @property
+    def eval_paths(self) -> Paths | None:
+        """Files to evaluate on: another split of `path`, if there is no `eval_path`; None for held-out sequences."""
+        return self.path if self.eval_path is None and self.eval_split is not None else self.eval_path

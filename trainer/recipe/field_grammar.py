@@ -1,0 +1,137 @@
+"""The grammar of `data.fields`: columns and tokens that form an example.
+
+    fields = item ("," item)*
+    item   = "[" field ("," field)* "]" | field
+    field  = "<|bos|>" | "<|eos|>" | "<|ID|>"     a token
+           | "{" column "}"                       token ids
+           | column ("+" column)*                 texts that are joined, then tokenized together
+
+Fields in brackets are read by the encoder; in a model without one, their tokens have no loss. Blanks around names are
+ignored. A text without any of these signs is the name of one column.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from trainer.models.errors import usage_error
+
+SIGNS = re.compile(r"[\[\]{},+]|<\||\|>")
+ITEM = re.compile(r"\s*(?:\[(?P<bracket>[^\[\]]*)\]|(?P<field>[^\[\],]*))\s*(?P<end>,|$)")
+TOKEN = re.compile(r"<\|(.*)\|>")
+IDS = re.compile(r"\{([^{}]+)\}")
+SPECIAL_HINT = "`<|bos|>`, `<|eos|>` or `<|ID|>` with a token id"
+
+
+class FieldsError(ValueError):
+    """Error for a text that is not in the grammar; its message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextField:
+    """Columns whose texts are joined, then tokenized together."""
+
+    columns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IdsField:
+    """A column of token ids."""
+
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenField:
+    """A token: its id, or the name of a special token of the model."""
+
+    token: int | Literal["bos", "eos"]
+
+
+Field: TypeAlias = TextField | IdsField | TokenField
+
+
+@dataclass(frozen=True, slots=True)
+class FieldList:
+    """Fields of an example, in order, each with whether it is in brackets."""
+
+    items: tuple[tuple[Field, bool], ...]
+
+    @property
+    def source(self) -> tuple[Field, ...]:
+        """The fields in brackets."""
+        return tuple(field for field, is_bracketed in self.items if is_bracketed)
+
+    @property
+    def target(self) -> tuple[Field, ...]:
+        """The fields outside brackets."""
+        return tuple(field for field, is_bracketed in self.items if not is_bracketed)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns, those in brackets first."""
+        return tuple(column for field in (*self.source, *self.target) for column in _columns(field))
+
+
+def parse_fields(text: str) -> FieldList:
+    """Parse `data.fields`.
+
+    Args:
+        text: A column name, or a list of fields in the grammar.
+
+    Raises:
+        UsageError: The text is not in the grammar.
+    """
+    try:
+        return split_fields(text)
+    except FieldsError as error:
+        raise usage_error(f'`data.fields` is "{text:.60}"', str(error), '`fields = "[article], summary"`') from None
+
+
+def split_fields(text: str) -> FieldList:
+    """Parse a list of fields; raise FieldsError if it is not in the grammar."""
+    if not SIGNS.search(text):
+        return FieldList(((TextField((text,)), False),))
+    items: list[tuple[Field, bool]] = []
+    position, has_next = 0, True
+    while has_next:
+        match = ITEM.match(text, position)
+        if match is None:
+            raise FieldsError("brackets must enclose whole fields, and commas must separate them")
+        bracket = match["bracket"]
+        bodies = [match["field"]] if bracket is None else bracket.split(",")
+        items += [(_parse_field(body.strip()), bracket is not None) for body in bodies]
+        position, has_next = match.end(), match["end"] == ","
+    fields = FieldList(tuple(items))
+    if not fields.target:
+        raise FieldsError("it needs source columns in brackets, and target columns outside brackets")
+    return fields
+
+
+def _parse_field(body: str) -> Field:
+    if token := TOKEN.fullmatch(body):
+        return TokenField(_parse_token(token[1]))
+    if ids := IDS.fullmatch(body):
+        return IdsField(ids[1].strip())
+    columns = tuple(column.strip() for column in body.split("+"))
+    if not all(columns):
+        raise FieldsError("a field is empty" if not body else f'"{body}" lacks a column beside +')
+    if SIGNS.search("".join(columns)):
+        raise FieldsError(f'"{body}" is neither a column, nor `{{COLUMN}}`, nor {SPECIAL_HINT}')
+    return TextField(columns)
+
+
+def _parse_token(name: str) -> int | Literal["bos", "eos"]:
+    if name == "bos" or name == "eos":
+        return name
+    if re.fullmatch(r"[0-9]{1,10}", name):
+        return int(name)
+    raise FieldsError(f"<|{name}|> is not {SPECIAL_HINT}")
+
+
+def _columns(field: Field) -> tuple[str, ...]:
+    if isinstance(field, TextField):
+        return field.columns
+    return (field.column,) if isinstance(field, IdsField) else ()

@@ -1,0 +1,67 @@
+"""The factor of the loss that keeps gradients in the range of float16.
+
+The gradients of a step are those of factor * loss. They are divided by the factor in float32, before their norm is
+taken. A step with an overflow is skipped like every step with a gradient that is not finite.
+
+The loss is a sum over tokens, so the factor is the loss scale divided by the tokens of the batch, rounded to a power of
+two. A loss scale thus has its usual meaning, that of a mean over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+SCALE, FINITE_STEPS = "loss_scale", "loss_scale_steps"  # of the training state: float32 [] and int32 []
+INITIAL_SCALE = 2.0**15
+MAX_SCALE = 2.0**24
+GROWTH_STEPS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class LossScale:
+    """A loss scale.
+
+    Attributes:
+        initial: The scale of the first step.
+        is_dynamic: Whether an overflow halves it, and GROWTH_STEPS steps without one double it.
+    """
+
+    initial: float = INITIAL_SCALE
+    is_dynamic: bool = True
+
+    def init(self) -> dict[str, Array]:
+        """Return the entries of the training state before the first step; a static scale has none."""
+        if not self.is_dynamic:
+            return {}
+        return {SCALE: jnp.float32(self.initial), FINITE_STEPS: jnp.int32(0)}
+
+    def factor(self, state: Mapping[str, Array], num_tokens: int) -> Array:
+        """Return the factor of the summed loss, float32 [].
+
+        Args:
+            state: The training state.
+            num_tokens: Tokens of the batch, those without weight included.
+        """
+        scale = state[SCALE] if self.is_dynamic else jnp.float32(self.initial)
+        return scale / (1 << (num_tokens.bit_length() - 1))
+
+    def next(self, state: Mapping[str, Array], is_finite: Array) -> dict[str, Array]:
+        """Return the entries of the training state after a step.
+
+        Args:
+            state: The training state before the step.
+            is_finite: Whether all gradients were finite.
+        """
+        if not self.is_dynamic:
+            return {}
+        steps = state[FINITE_STEPS] + 1
+        grows = steps == GROWTH_STEPS
+        grown = jnp.where(grows, jnp.minimum(2 * state[SCALE], MAX_SCALE), state[SCALE])
+        return {
+            SCALE: jnp.where(is_finite, grown, jnp.maximum(state[SCALE] / 2, 1.0)),
+            FINITE_STEPS: jnp.where(is_finite & ~grows, steps, 0),
+        }

@@ -1,0 +1,80 @@
+"""Adafactor, and Adafactor as PaLM used it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import optax
+
+from trainer.models.param_tree import ParamLeaf
+from trainer.recipe.optimizer_tables import AdafactorTable, PalmTable
+from trainer.training.optimizers.factored_moments import by_matrix, scale_by_factored_moments
+from trainer.training.optimizers.scaling import add_scaled_decay, scale_by_rate
+from trainer.training.optimizers.weight_decay import WeightDecay
+
+PALM_REFERENCE_DECAY = 1e-4  # the weight decay of palm that decays by the square of the learning rate
+
+
+@dataclass(frozen=True, slots=True)
+class Adafactor:
+    """Adafactor (arXiv:1804.04235), with means and root mean squares over the matrices of each layer.
+
+    Attributes:
+        decay_rate: Power r of the decay rate 1 - step^-r of the second moment.
+        min_factored_size: Smallest dim of a matrix whose second moment is factored; 0 for no factors.
+        clip_threshold: Maximum root mean square of updates; 0 for no limit.
+        scale_by_parameter: Whether to multiply updates by the root mean square of the parameter.
+        momentum: Decay rate of the average of updates; 0 for none.
+        decay_power: Power of the learning rate by which weight decay is multiplied.
+        reference_decay: Divisor of the rate of weight decay.
+    """
+
+    decay_rate: float = 0.8
+    min_factored_size: int = 128
+    clip_threshold: float = 1.0
+    scale_by_parameter: bool = True
+    momentum: float = 0.0
+    decay_power: int = 1
+    reference_decay: float = 1.0
+
+    def transformation(
+        self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the chain in the order of `optax.adafactor`; see `UpdateRule`.
+
+        The momentum averages updates that are scaled by the learning rates of their steps.
+        """
+        clip = optax.clip_by_block_rms(self.clip_threshold) if self.clip_threshold else optax.identity()
+        scale = optax.scale_by_param_block_rms() if self.scale_by_parameter else optax.identity()
+        return optax.named_chain(
+            ("rms", scale_by_factored_moments(leaves, self.decay_rate, self.min_factored_size)),
+            ("clip", by_matrix(clip, leaves)),
+            ("rate", scale_by_rate()),
+            ("scale", by_matrix(scale, leaves)),
+            ("momentum", optax.ema(self.momentum, debias=False) if self.momentum else optax.identity()),
+            ("decay", add_scaled_decay(decay.rate / self.reference_decay, decay.mask(leaves), self.decay_power)),
+        )
+
+
+def build_adafactor(table: AdafactorTable) -> Adafactor:
+    """Build Adafactor from its recipe table."""
+    return Adafactor(
+        decay_rate=table.decay_rate,
+        min_factored_size=table.min_factored_size if table.factored else 0,
+        clip_threshold=table.clip_threshold,
+        scale_by_parameter=table.scale_by_parameter,
+        momentum=table.momentum,
+    )
+
+
+def build_palm(table: PalmTable) -> Adafactor:
+    """Build the optimizer of PaLM (arXiv:2204.02311, section 5) from its recipe table."""
+    return Adafactor(
+        decay_rate=table.decay_rate,
+        min_factored_size=0,
+        clip_threshold=0.0,
+        momentum=table.momentum,
+        decay_power=2,
+        reference_decay=PALM_REFERENCE_DECAY,
+    )

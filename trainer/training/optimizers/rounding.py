@@ -1,0 +1,92 @@
+"""Moments in bfloat16 between steps, rounded stochastically.
+
+A random number of 16 bits is added to the 16 bits that bfloat16 lacks, so that the expected value of a rounded moment
+is the moment. The number depends on the seed, the step, the name of the leaf, the layer and the coordinates of the
+element. It does not depend on devices or on the stacking of layers, and a resumed run draws those of the uninterrupted
+one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from trainer.models.param_tree import ParamLeaf, find_param_path
+from trainer.models.rules import path_without_layers
+from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
+
+ROUNDING_STREAM = 1  # second word of the seed's key; that of dropout is 0
+LOW_BITS = 16  # of float32, which bfloat16 lacks
+
+
+class RoundingKey(NamedTuple):
+    """The seed of a run and the number of a step, int32 []."""
+
+    seed: int
+    step: Array
+
+
+def widen_moments(state: Any) -> Any:
+    """Return an optimizer state with float32 moments."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, state)
+
+
+def narrow_moments(state: Any, leaves: Mapping[str, ParamLeaf], dtype: str, key: RoundingKey | None) -> Any:
+    """Return an optimizer state with moments in a dtype; state that belongs to no parameter keeps its own.
+
+    Args:
+        state: The state with float32 moments.
+        leaves: Parameters by path.
+        dtype: Dtype of the moments.
+        key: Seed and step of stochastic rounding; None for values that need none.
+    """
+    if dtype == "float32":
+        return state
+
+    def narrow(path: tuple[Any, ...], moment: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        param_path = find_param_path(name, leaves)
+        if param_path is None or moment.dtype != jnp.float32:
+            return moment
+        if key is None:
+            return moment.astype(dtype)
+        bits = _rounding_bits(key, name, leaves[param_path], moment.shape)
+        return round_stochastically(moment, bits)
+
+    return jax.tree_util.tree_map_with_path(narrow, state)
+
+
+def round_stochastically(x: Array, bits: Array) -> Array:
+    """Round float32 to bfloat16, up with the probability of the fraction that is cut off.
+
+    Args:
+        x: Float32 values; infinities and NaN stay.
+        bits: Random uint32 of the same shape; the upper half is used.
+    """
+    wide = lax.bitcast_convert_type(x, jnp.uint32) + (bits >> LOW_BITS)
+    rounded = lax.bitcast_convert_type((wide >> LOW_BITS).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[int, ...]) -> Array:
+    """Return random uint32 for the elements of a moment of a leaf."""
+    step_key = derive_key(RandomKey(uint32(key.seed), uint32(ROUNDING_STREAM)), key.step)
+    leaf_key = derive_key(step_key, zlib.crc32(path_without_layers(name).encode()))
+    axes = [axis for axis in range(len(shape)) if axis != leaf.stack_axis]
+    layers = uint32(leaf.layer_index or 0) if leaf.stack_axis is None else _coordinates(shape, leaf.stack_axis)
+    rows = _coordinates(shape, axes[0]) if axes else uint32(0)
+    index = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for axis in axes[1:]:
+        index = index * uint32(shape[axis]) + _coordinates(shape, axis)
+    return jnp.broadcast_to(random_bits(derive_key(leaf_key, layers, rows), index), shape)
+
+
+def _coordinates(shape: tuple[int, ...], axis: int) -> Array:
+    """Return the coordinates along an axis, uint32, with extent 1 in all other axes."""
+    extents = [extent if i == axis else 1 for i, extent in enumerate(shape)]
+    return lax.broadcasted_iota(jnp.uint32, extents, axis)

@@ -1,0 +1,40 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import optax
+
+from trainer.models.param_tree import ParamLeaf
+from trainer.recipe.optimizer_tables import SGDTable
+from trainer.training.optimizers.scaling import scale_by_rate
+from trainer.training.optimizers.weight_decay import WeightDecay
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Gradient descent with momentum and decoupled weight decay.
+
+    Attributes:
+        momentum: Decay rate of the sum of gradients; 0 for none.
+        nesterov: Whether to use Nesterov's momentum.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def transformation(
+        self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the chain of momentum, weight decay and learning rate; see `UpdateRule`."""
+        momentum = optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+        return optax.named_chain(
+            ("momentum", momentum), ("decay", decay.transformation(leaves)), ("rate", scale_by_rate())
+        )
+
+
+def build_sgd(table: SGDTable) -> SGD:
+    """Build SGD from its recipe table."""
+    return SGD(momentum=table.momentum, nesterov=table.nesterov)

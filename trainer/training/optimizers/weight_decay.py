@@ -1,0 +1,45 @@
+"""Decoupled weight decay, by the role of a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import optax
+
+from trainer.models.leaf_patterns import matches_any
+from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDecay:
+    """Decoupled weight decay (arXiv:1711.05101).
+
+    Matrices decay, embeddings if `includes_embeddings` is set, norms and biases only by `include`. The role of a leaf
+    decides, not its shape: stacked norm scales have two axes.
+
+    Attributes:
+        rate: Weight decay, before it is scaled by the learning rate.
+        includes_embeddings: Whether embeddings decay.
+        exclude: Patterns of leaves without decay.
+        include: Patterns of leaves that decay whatever their role, unless they are excluded.
+    """
+
+    rate: float = 0.0
+    includes_embeddings: bool = True
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+
+    def mask(self, leaves: Mapping[str, ParamLeaf]) -> Tree:
+        """Return for each leaf whether it decays."""
+        return unflatten_tree({path: self._decays(leaf) for path, leaf in leaves.items()})
+
+    def transformation(self, leaves: Mapping[str, ParamLeaf]) -> optax.GradientTransformation:
+        """Return the transformation that adds rate * parameter to the updates."""
+        return optax.add_decayed_weights(self.rate, self.mask(leaves))
+
+    def _decays(self, leaf: ParamLeaf) -> bool:
+        if matches_any(self.exclude, leaf.path):
+            return False
+        has_role = leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)
+        return has_role or matches_any(self.include, leaf.path)
