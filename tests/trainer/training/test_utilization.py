@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.helpers.training_plans import TINY, plan_text
 from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.mesh import parse_mesh
-from trainer.planning.accelerators import JAX_KINDS, accelerator_of
-from trainer.training import utilization
+from trainer.models.registry import family_of
+from trainer.models.rules import DEFAULT_RULES
+from trainer.nn.model_spec import build_model
+from trainer.planning.accelerators import ACCELERATORS, JAX_KINDS, accelerator_of
 from trainer.training.utilization import peak_step_s
 
 
@@ -29,15 +33,19 @@ class FakeDevice:
 
 def sharding_of(*devices: FakeDevice) -> Any:
     mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
-    return SimpleNamespace(mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules={})
+    return SimpleNamespace(mesh=parse_mesh(f"{len(devices)},1,1"), device_mesh=mesh, rules=DEFAULT_RULES)
 
 
-def test_peak_step_divides_flops_by_the_peak_of_devices(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(utilization, "step_inputs", lambda recipe, model, mesh, rules: None)
-    monkeypatch.setattr(utilization, "count_step_flops", lambda inputs: SimpleNamespace(model_full=1978 * 10**12))
-    anything: Any = None
-    assert peak_step_s(anything, anything, sharding_of(FakeDevice("NVIDIA H200"), FakeDevice("NVIDIA H200"))) == 1.0
-    assert peak_step_s(anything, anything, sharding_of(FakeDevice("cpu"))) is None
+@pytest.mark.parametrize("overrides", [(), ("lora.rank=4",), ("optimizer.freeze=layers.mlp.up.weight",)], ids=str)
+def test_mfu_counts_the_operations_of_the_plan(tmp_path: Path, overrides: tuple[str, ...]):
+    plan = plan_text(tmp_path, "mesh=2,1,1", *overrides)
+    family, lora = family_of(TINY), plan.recipe.lora.new_adapters
+    model = build_model(family, TINY, is_tied=False, lora=lora)
+    sharding = sharding_of(FakeDevice("NVIDIA H200"), FakeDevice("NVIDIA H200"))
+    peak_flops = 2 * ACCELERATORS["H200"].peak_flops
+    assert peak_step_s(plan.recipe, model, sharding) == plan.flops.model_full / peak_flops
+    assert (plan.flops.model_full < plan_text(tmp_path, "mesh=2,1,1").flops.model_full) == bool(overrides)
+    assert peak_step_s(plan.recipe, model, sharding_of(FakeDevice("cpu"), FakeDevice("cpu"))) is None
 
 
 def test_jax_kinds_name_known_accelerators():
