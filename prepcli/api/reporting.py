@@ -18,15 +18,16 @@ def report(runs: PathLike | Sequence[PathLike], out: PathLike | None = None) -> 
     """Write the metrics, recipes and environments of training runs as one HTML page, which needs no network.
 
     Args:
-        runs: Folder of a run, or several to compare.
-        out: The HTML file; default: `report.html` in the folder of the first run.
+        runs: Folder or URL of a run, or several to compare.
+        out: The HTML file; default: `report.html` in the folder of the first run, or in the working directory if that
+            run is in an object store.
 
     Returns:
         The page, and the main numbers of each run.
 
     Raises:
         UsageError: An argument is invalid.
-        PrepError: A folder is not a run, or a file cannot be read or written.
+        PrepError: A folder or URL is not a run, or a file cannot be read or written.
     """
     folders = [runs] if isinstance(runs, str | Path) else runs
     request = report_command.ReportRequest(

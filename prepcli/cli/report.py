@@ -12,11 +12,16 @@ from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 
 @expand_option_groups
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders or URLs of training runs.", show_default=False)
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="FILE", help="Write the page to FILE; default: report.html in RUN.", show_default=False
+            "--out",
+            metavar="FILE",
+            help="Write the page to FILE; default: report.html in RUN, or here if RUN is a URL.",
+            show_default=False,
         ),
     ] = None,
     *,
@@ -29,7 +34,7 @@ def report(
 
     Examples:
       prep report runs/gpt-neo
-      prep report runs/a runs/b --out compare.html
+      prep report runs/a gs://models/b --out compare.html
     """
     from prepcli.commands.report import ReportRequest
     from prepcli.commands.report import report as run

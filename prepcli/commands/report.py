@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 
 from prepcli.commands.report_page import changed_keys, run_names, write_report_page
 from prepcli.console.ui import Report, Ui, format_table
+from prepcli.execution.uploads import parse_out_url
+from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.retries import retry_policy_from_env
 
 PAGE = "report.html"
 
@@ -20,8 +25,8 @@ class ReportRequest:
     """Request of `prep report`.
 
     Attributes:
-        runs: Folders of the runs.
-        out: The HTML file; None: `report.html` in the folder of the first run.
+        runs: Folders or URLs of the runs.
+        out: The HTML file; None: `report.html` in the folder of the first run, or here if that is in an object store.
     """
 
     runs: tuple[Path, ...]
@@ -36,10 +41,11 @@ def report(request: ReportRequest, ui: Ui) -> Report:
         ui: Prints the path of the page.
 
     Raises:
-        PrepError: A folder is not a run, or a file cannot be read or written.
+        PrepError: A folder or URL is not a run, or a file cannot be read or written.
     """
-    runs = [read_run(path) for path in request.runs]
-    path = request.out or request.runs[0] / PAGE
+    runs = [_read(path, ui) for path in request.runs]
+    folder = request.runs[0] if parse_out_url(request.runs[0]) is None else Path()
+    path = request.out or folder / PAGE
     summaries = [summarize(run) for run in runs]
     cells = [_texts(summary) for summary in summaries]
     write_report_page(path, runs, cells)
@@ -50,12 +56,20 @@ def report(request: ReportRequest, ui: Ui) -> Report:
     return Report(table, fields)
 
 
+def _read(path: Path, ui: Ui) -> RunRecord:
+    """Read the record of a run in a folder or an object store."""
+    url = parse_out_url(path)
+    if url is None:
+        return read_run(path)
+    return read_bucket_run(Bucket(url, retry_policy=retry_policy_from_env(os.environ, ui.note)))
+
+
 def summarize(run: RunRecord) -> dict[str, Any]:
     """Return the main numbers of a run, None for those that it does not have."""
     rates, eval_losses = run.points("tokens_per_s"), run.points("eval_loss")
     tokens, skipped = run.last("tokens"), run.last("skipped")
     return {
-        "run": str(run.path),
+        "run": run.name,
         "step": run.last_step,
         "steps": run.steps,
         "tokens": None if tokens is None else int(tokens),

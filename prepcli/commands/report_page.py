@@ -54,9 +54,9 @@ def write_report_page(path: Path, runs: Sequence[RunRecord], summaries: Sequence
 
 
 def run_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return a name for each run: its folder's, or its path if two folders have the same."""
-    names = [run.path.resolve().name for run in runs]
-    return names if len({*names}) == len(names) else [str(run.path) for run in runs]
+    """Return a name for each run: that of its folder, or its path or URL if two folders have the same."""
+    titles = [run.title for run in runs]
+    return titles if len({*titles}) == len(titles) else [run.name for run in runs]
 
 
 def changed_keys(runs: Sequence[RunRecord]) -> list[str]:

@@ -23,7 +23,7 @@ from prepcli.commands.train_environment import write_environment
 from prepcli.commands.train_files import kept_note, write_recipe
 from prepcli.commands.train_folder import check_shared_folder, run_place
 from prepcli.commands.train_lora import base_facts, check_base, with_adapters
-from prepcli.commands.train_metrics import open_metrics
+from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -86,6 +86,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
     group, ui = job.group, job.ui
     if group.index == 0:
         place.check(group.count)
+        check_logs(loaded.recipe.log, place)
     if group.count > 1 and place.is_on_disk and not request.dry_run:
         check_shared_folder(place.local_folder, group)
     if not place.is_on_disk:

@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING
 
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
+from prepcli.errors import usage_error
+from prepcli.execution.run_place import RunPlace
 
 if TYPE_CHECKING:
+    from trainer.recipe.run_tables import Log
     from trainer.training.metrics import MetricsLog
 
 TENSORBOARD_FOLDER = "tensorboard"
+
+
+def check_logs(log: Log, place: RunPlace) -> None:
+    """Raise UsageError if a log of the recipe cannot be written to the place of the run."""
+    if log.tensorboard is True and not place.is_on_disk:
+        why = f"event files are appended to, and {place.name} is in an object store"
+        raise usage_error("`log.tensorboard = true` needs a run in a folder", why, '`log.tensorboard = "FOLDER"`')
 
 
 @contextmanager
@@ -69,7 +79,9 @@ def _open_extra_logs(run: Run, logged: int) -> Iterator[MetricsLog]:
         folder = run.folder / TENSORBOARD_FOLDER if is_default else Path(str(log.tensorboard)) / run.recipe.name
         yield TensorBoardLog(folder, run.step)
     if log.wandb is not None:
-        from trainer.training.wandb_log import WandbLog
+        from trainer.training.wandb_log import ID_FILE, WandbLog
 
+        run.place.restore_file(ID_FILE)
         config = run.recipe.model_dump(mode="json", exclude={"cluster", "log"})
         yield WandbLog(run.folder, log.wandb, name=run.recipe.name, config=config, step=run.step, logged=logged)
+        run.place.store_file(ID_FILE)

@@ -44,8 +44,8 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
             param_nbytes_per_device({path: leaves[path]}, sharding, itemsize(setup.frozen_dtypes.get(path, "float32")))
             for path in setup.model.frozen_paths
         )
-        size = format_bytes(device_nbytes)
-        yield f"mesh {axes} = {mesh.n_devices} devices; {size} of parameters and moments per device"
+        state_size = format_bytes(device_nbytes)
+        yield f"mesh {axes} = {mesh.n_devices} devices; {state_size} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(

@@ -1,4 +1,4 @@
-"""What the folder of a training run says about it: metrics, recipe, environment and checkpoints."""
+"""The record of a training run in its folder: metrics, recipe, environment and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainer.recipe.formatting import to_toml
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ENVIRONMENT_FILE = "environment.json"
+RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE})
 
 Point = tuple[float, float]
 
@@ -34,17 +35,19 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as its folder describes it.
+    """A run as its files describe it.
 
     Attributes:
-        path: The folder.
+        name: Its path or URL.
+        title: The last part of it.
         lines: Metrics, in the order of steps.
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
     """
 
-    path: Path
+    name: str
+    title: str
     lines: tuple[Mapping[str, Any], ...]
     recipe: Mapping[str, str]
     environment: Mapping[str, Any]
@@ -82,15 +85,21 @@ def read_run(path: Path) -> RunRecord:
     """
     recipe_path = path / RECIPE_FILE
     if not recipe_path.is_file():
-        what = f"{path} is not a run" if path.is_dir() else f"{path} does not exist"
-        raise PrepError(what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`")
+        raise not_a_run_error(str(path), exists=path.is_dir())
     return RunRecord(
-        path,
+        str(path),
+        title=path.resolve().name,
         lines=tuple(read_metrics(path / METRICS_FILE)),
         recipe=dict(_flatten(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
         checkpoints=tuple(SavedStep(step, _folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
     )
+
+
+def not_a_run_error(name: str, *, exists: bool) -> PrepError:
+    """Return the error for a folder or URL without a run."""
+    what = f"{name} is not a run" if exists else f"{name} does not exist"
+    return PrepError(what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`")
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, PrepError
-from prepcli.inspection.run_record import ENVIRONMENT_FILE, RECIPE_FILE
+from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from trainer.training.metrics import METRICS_FILE
 
 
