@@ -141,7 +141,7 @@ class RunsReport:
     Attributes:
         path: The HTML file.
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
-            `tokens_per_s`, `mfu` and `skipped`; None for a number that the run does not have.
+            `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
     """
 
     path: Path
