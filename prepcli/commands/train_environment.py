@@ -7,13 +7,17 @@ import math
 import os
 import platform
 import socket
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.env import package_versions
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
+
+if TYPE_CHECKING:
+    from trainer.models.param_tree import ParamLeaf
 
 
 def write_environment(run: Run) -> None:
@@ -42,7 +46,8 @@ def environment_fields(run: Run) -> dict[str, Any]:
         "device_kind": sharding.device_mesh.devices.flat[0].device_kind,
         "mesh": str(sharding.mesh),
         "attention_kernel": run.kernel.name,
-        "parameters": sum(math.prod(leaf.shape) for leaf in job.setup.model.leaves.values()),
+        "parameters": _num_elements(job.setup.model.leaves),
+        "trained_parameters": _num_elements(job.setup.trained_leaves),
         "data": {
             "train_sequences": job.train.n_rows,
             "eval_sequences": job.evaluation.n_rows if job.evaluation else 0,
@@ -54,3 +59,7 @@ def environment_fields(run: Run) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {name: version for name, version in package_versions().items() if version},
     }
+
+
+def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
+    return sum(math.prod(leaf.shape) for leaf in leaves.values())
