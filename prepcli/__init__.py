@@ -43,12 +43,14 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
+    from prepcli.api.reporting import report
     from prepcli.api.results import (
         Conversion,
         Evaluation,
         EvaluationScores,
         Generation,
         Inspection,
+        RunsReport,
         TensorSummary,
         TrainingRun,
         Verification,
@@ -80,6 +82,7 @@ __all__ = [
     "PrepError",
     "Progress",
     "ReshardOptions",
+    "RunsReport",
     "SaveInitOptions",
     "SourceOptions",
     "TensorSummary",
@@ -101,6 +104,7 @@ __all__ = [
     "plan_pad_vocab",
     "plan_reshard",
     "plan_save_init",
+    "report",
     "reshard",
     "save_init",
     "save_params",
@@ -115,8 +119,9 @@ _MODULES = {
     "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
+    "prepcli.api.reporting": ("report",),
     "prepcli.api.results": (
-        *("Conversion", "Evaluation", "EvaluationScores", "Generation", "Inspection"),
+        *("Conversion", "Evaluation", "EvaluationScores", "Generation", "Inspection", "RunsReport"),
         *("TensorSummary", "TrainingRun", "Verification"),
     ),
     "prepcli.api.saving": ("save_params",),

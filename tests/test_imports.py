@@ -42,6 +42,7 @@ COMPUTES = {  # modules that start jax, or list its devices
             "evaluate_run",
             "target_metrics",
             "generate",
+            "model_files",
             "plan_compile",
             "train_checks",
             "train_files",
@@ -51,7 +52,8 @@ COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.train_{name}"
         for name in (
-            *("data", "exports", "lora", "prepare", "processes", "report", "result", "run", "start", "together"),
+            *("data", "display", "environment", "exports", "lora", "metrics", "prepare"),
+            *("processes", "report", "result", "run", "start", "together"),
         )
     ),
     "prepcli.api.compute",

@@ -166,3 +166,17 @@ class TrainingRun:
     is_finished: bool
     seconds: float
     details: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsReport:
+    """The page of training runs.
+
+    Attributes:
+        path: The HTML file.
+        runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
+            `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
+    """
+
+    path: Path
+    runs: tuple[Mapping[str, Any], ...]

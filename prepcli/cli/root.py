@@ -35,6 +35,7 @@ from prepcli.cli.inspection import check_family, demo, env, inspect, models, ver
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
 from prepcli.cli.recipes import recipes
+from prepcli.cli.report import report
 from prepcli.cli.strict import OneProcessCommand, StrictCommand
 from prepcli.cli.train import generate, train
 from prepcli.console.job_errors import label_errors, process_of
@@ -44,7 +45,7 @@ from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
-    *(plan, train, evaluate, generate),
+    *(plan, train, report, evaluate, generate),
     *(demo, models, recipes, check_family, env),
 )
 COMMAND_NAMES = {evaluate: "eval"}  # of functions that have another name than their command

@@ -51,7 +51,7 @@ def env(default_memory: str, list_devices: bool) -> Report:
         Report with a table for each topic.
     """
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = package_versions()
     sizes = {**system_memory(), "cgroup limit": cgroup_memory_limit()}
     settings = [*_prep_settings(os.environ, default_memory), *_hub_settings(os.environ)]
     devices = _devices() if list_devices else None
@@ -85,6 +85,11 @@ def env(default_memory: str, list_devices: bool) -> Report:
 
 def _two_column_table(title: str, rows: Mapping[str, str]) -> str:
     return format_table(list(rows.items()), [title, ""])
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each package that prep uses; None for those that are not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

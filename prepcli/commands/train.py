@@ -19,6 +19,8 @@ from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_data import DataFinder
+from prepcli.commands.train_display import open_display
+from prepcli.commands.train_environment import write_environment
 from prepcli.commands.train_exports import (
     check_repository,
     make_missing_exports,
@@ -26,9 +28,10 @@ from prepcli.commands.train_exports import (
     remove_exports,
     step_exports,
 )
-from prepcli.commands.train_files import kept_note, open_metrics, store_metrics, write_recipe
+from prepcli.commands.train_files import kept_note, write_recipe
 from prepcli.commands.train_folder import check_shared_folder, run_place
 from prepcli.commands.train_lora import base_facts, check_base, with_adapters
+from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -49,6 +52,7 @@ from trainer.recipe import LoadedRecipe, load_recipe, schema
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
+    from trainer.training.loop import RunResult
     from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
 
@@ -94,6 +98,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
     group, ui = job.group, job.ui
     if group.index == 0:
         place.check(group.count)
+        check_logs(loaded.recipe.log, place)
     if group.count > 1 and place.is_on_disk and not request.dry_run:
         check_shared_folder(place.local_folder, group)
     if not place.is_on_disk:
@@ -245,38 +250,48 @@ def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
     """Train, and save to the place of the run, which is locked meanwhile."""
-    from trainer.training.loop import Loop
-
     sharding = run.job.setup.forward_config.sharding
-    reporter = TrainReporter(job.ui, run.job.steps, run.job.tokens_per_step)
-    exports = step_exports(run, job.ui)
-    with _open_store(run, str(sharding.mesh), job.ui, exports=exports) as store:
-        if restart:  # only after all checks, and while the lock keeps other processes out
-            store.clear()
-            remove_exports(run)
-        if exports is not None:
-            exports.start_missing(store.steps())
-        if run.group.index == 0:
-            write_recipe(run)
-        metrics = open_metrics(run)
-        with remember_signal() as stop_signal:
-            result = Loop(
-                run.job,
-                state,
-                store=store,
-                metrics=metrics,
-                callbacks=reporter,
-                poll_stop_reason=stop_signal,
-                enter_phase=job.enter_phase,
-                best_eval_loss=_best_eval_loss(run, store),
-                profiler=_profiler(run),
-            ).run()
-        if exports is not None and result.stop_reason:
-            exports.abandon()
-        store_metrics(run)
+    with open_display(job.ui, run) as (ui, display):
+        reporter, exports = TrainReporter(display), step_exports(run, ui)
+        with _open_store(run, str(sharding.mesh), ui, exports=exports) as store:
+            if restart:  # only after all checks, and while the lock keeps other processes out
+                store.clear()
+                remove_exports(run)
+            if exports is not None:
+                exports.start_missing(store.steps())
+            if run.group.index == 0:
+                write_recipe(run)
+                write_environment(run)
+            result = _take_steps(run, state, store, job=job, reporter=reporter)
+            if exports is not None and result.stop_reason:
+                exports.abandon()
     if result.stop_reason:
         return stopped_report(run, result, reporter.fields)
     return push_last_step(run, finished_report(run, reporter.fields), job.ui)
+
+
+def _take_steps(
+    run: Run, state: TrainState, store: RunFolder, *, job: JobContext, reporter: TrainReporter
+) -> RunResult:
+    """Take the remaining steps of a run."""
+    from trainer.training.loop import Loop
+
+    def enter_phase(phase: str) -> None:
+        reporter.display.on_phase(phase)
+        job.enter_phase(phase)
+
+    with open_metrics(run) as metrics, remember_signal() as stop_signal:
+        return Loop(
+            run.job,
+            state,
+            store=store,
+            metrics=metrics,
+            callbacks=reporter,
+            poll_stop_reason=stop_signal,
+            enter_phase=enter_phase,
+            best_eval_loss=_best_eval_loss(run, store),
+            profiler=_profiler(run),
+        ).run()
 
 
 def _best_eval_loss(run: Run, store: RunFolder) -> float:

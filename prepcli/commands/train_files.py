@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
@@ -13,9 +13,6 @@ from prepcli.formats.run_steps import RECIPE_FILE
 from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
-
-if TYPE_CHECKING:
-    from trainer.training.metrics import MetricsLog
 
 
 def kept_note(place: RunPlace) -> str:
@@ -48,36 +45,3 @@ def write_recipe(run: Run) -> None:
     except OSError as error:
         raise io_error(path, error) from error
     run.place.store_file(RECIPE_FILE)
-
-
-def open_metrics(run: Run) -> MetricsLog:
-    """Open the metrics file of this process; it has none if only process 0 logs.
-
-    Raises:
-        PrepError: The file cannot be written.
-    """
-    from trainer.training.metrics import MetricsWriter, NoMetrics, metrics_file, remove_other_metrics
-
-    index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
-    if index >= num_logging:
-        return NoMetrics()
-    if index == 0 and not run.step:
-        remove_other_metrics(run.folder, num_logging)
-    try:
-        run.folder.mkdir(parents=True, exist_ok=True)  # another host may have its own file system
-    except OSError as error:
-        raise io_error(run.folder, error) from error
-    name = metrics_file(index)
-    run.place.restore_file(name)
-    metrics = MetricsWriter(run.folder / name, run.step)
-    run.place.store_file(name)
-    return metrics
-
-
-def store_metrics(run: Run) -> None:
-    """Store the metrics of this process with the run, after its last line."""
-    index = run.group.index
-    if index == 0 or run.recipe.log.all_workers:
-        from trainer.training.metrics import metrics_file
-
-        run.place.store_file(metrics_file(index))

@@ -1,4 +1,4 @@
-"""Lines that `prep train` prints during a run."""
+"""The description of a run that `prep train` prints, and the values of its events for the result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prepcli.console.formatting import format_bytes, format_duration, format_time_left
+from prepcli.commands.train_display import RunDisplay
+from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.planning.tensors import itemsize
 from trainer.models.architecture import ArchConfig
@@ -43,8 +44,8 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
             param_nbytes_per_device({path: leaves[path]}, sharding, itemsize(setup.frozen_dtypes.get(path, "float32")))
             for path in setup.model.frozen_paths
         )
-        size = format_bytes(device_nbytes)
-        yield f"mesh {axes} = {mesh.n_devices} devices; {size} of parameters and moments per device"
+        state_size = format_bytes(device_nbytes)
+        yield f"mesh {axes} = {mesh.n_devices} devices; {state_size} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(
@@ -105,50 +106,35 @@ def _describe_rope(rope: Rope) -> str:
 
 
 class TrainReporter:
-    """Callbacks of a run that print its lines and keep the last values for the result."""
+    """Callbacks of a run that show its events and keep the last values for the result."""
 
-    def __init__(self, ui: Ui, steps: int, tokens_per_step: int) -> None:
-        self.ui, self.steps, self.tokens_per_step = ui, steps, tokens_per_step
+    def __init__(self, display: RunDisplay) -> None:
+        self.display = display
         self.fields: dict[str, Any] = {}
 
     def on_compile(self, seconds: float) -> None:
-        """Print the compile time."""
-        self.ui.note(f"compiled in {format_duration(seconds)}")
+        """Show and keep the compile time."""
+        self.display.on_compile(seconds)
         self.fields["compile_seconds"] = round(seconds, 3)
 
+    def on_step(self, step: int) -> None:
+        """Show a finished step."""
+        self.display.on_step(step)
+
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
-        """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
-        self.fields |= {key: line[key] for key in ("loss", "tokens", "skipped")}
-        progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
-        text = f"step {progress}  loss {_format_number(line['loss'])}  lr {line['lr']:.2e}"
-        if remaining_s is not None:
-            self.fields["tokens_per_s"] = line["tokens_per_s"]
-            text += (
-                f"  {_format_rate(line['tokens_per_s'])}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
-            )
-        if line["skipped"]:
-            text += f"  {line['skipped']} skipped"
-        self.ui.note(text)
+        """Show a log line, and keep its values."""
+        kept = ("loss", "tokens", "skipped", "tokens_per_s", "mfu", "memory_bytes")
+        self.fields |= {key: line[key] for key in kept if key in line}
+        self.display.on_log(line, remaining_s)
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
+        """Show an evaluation, and keep its values."""
         self.fields |= {key: line[key] for key in ("eval_loss", "eval_perplexity", "eval_tokens")}
-        loss, perplexity = _format_number(line["eval_loss"]), _format_number(line["eval_perplexity"], 2)
-        self.ui.note(
-            f"evaluated at step {line['step']}: loss {loss}  perplexity {perplexity}  tokens {line['eval_tokens']:,}"
-        )
+        self.display.on_evaluate(line)
 
     def on_save(self, step: int, seconds: float) -> None:
-        """Print the saved step and the time it took."""
-        self.ui.note(f"saved step {step} in {format_duration(seconds)}")
-
-
-def _format_number(value: float | None, digits: int = 4) -> str:
-    return "not finite" if value is None else f"{value:.{digits}f}"
-
-
-def _format_rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+        """Show a saved step."""
+        self.display.on_save(step, seconds)
 
 
 def _format_tokens(count: int) -> str:

@@ -298,11 +298,18 @@ def _rich_bar(stream: TextIO) -> RichProgress:
     )
 
 
+def can_redraw(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can redraw lines.
+
+    FORCE_COLOR makes rich treat pipes as terminals; only isatty and TERM are used here.
+    """
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
 def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> Progress:
     """Return the Progress of a mode.
 
-    `auto` is a bar on a terminal that can redraw a line, otherwise lines. FORCE_COLOR makes rich treat pipes as
-    terminals; only isatty and TERM are used here.
+    `auto` is a bar on a terminal that can redraw a line, otherwise lines.
 
     Args:
         mode: Value of `--progress`.
@@ -313,7 +320,6 @@ def make_progress(mode: Mode, stream: TextIO, clock: Clock = time.monotonic) -> 
         The Progress.
     """
     if mode == "auto":
-        redraws = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-        mode = "bar" if redraws else "lines"
+        mode = "bar" if can_redraw(stream) else "lines"
     kinds = {"bar": BarProgress, "lines": LineProgress, "json": JsonProgress}
     return kinds[mode](stream, clock) if mode in kinds else NullProgress()

@@ -21,7 +21,8 @@ from typing import TextIO, cast
 from unicodedata import category
 
 from prepcli.console.job_errors import process_of
-from prepcli.console.progress import Mode, NullProgress, Progress, make_progress
+from prepcli.console.live_block import LiveBlock
+from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError
 
@@ -107,6 +108,14 @@ class Ui:
     def columns(self) -> int | None:
         """Width of the terminal on stdout; None for a pipe or a file, where tables are never shortened."""
         return shutil.get_terminal_size().columns if self.out.isatty() else None
+
+    def open_live_block(self) -> LiveBlock | None:
+        """Return lines that are redrawn in place, or None if the output is for a log, or of all processes."""
+        if self.process or self.all_print or self.level <= QUIET:
+            return None
+        has_blocks = (self.err.encoding or "").lower().startswith("utf")  # bars and sparklines are not ASCII
+        is_live = self.progress_mode == "bar" or (self.progress_mode == "auto" and can_redraw(self.err))
+        return LiveBlock(self.err) if is_live and has_blocks else None
 
     def progress(self) -> Progress:
         """Return the Progress of the chosen mode; a silent one with `--quiet` if the mode is `auto`."""

@@ -57,15 +57,15 @@ class UploadRequest:
         return self.local_folder.parent / MARKS_FILE
 
 
-def parse_out_url(out: Path | None) -> ObjectStoreUrl | None:
-    """Return the URL given as `--out`; None for a local path.
+def parse_out_url(path: Path | None) -> ObjectStoreUrl | None:
+    """Return the URL given as a path, such as `--out`; None for a local path.
 
     `Path` collapses the `//` of a URL to `/`; this function restores it.
 
     Raises:
         UsageError: The scheme is not supported, or the bucket or path is invalid.
     """
-    scheme, colon, rest = out.as_posix().partition(":/") if out is not None else ("", "", "")
+    scheme, colon, rest = path.as_posix().partition(":/") if path is not None else ("", "", "")
     text = f"{scheme}://{rest}"
     return parse_url(text) if colon and is_url(text) else None
 

@@ -19,12 +19,23 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 """
 
 
-def write_html_page(path: Path, title: str, body: Iterable[str]) -> None:
-    """Write a page of HTML elements; raise PrepError if the file cannot be written."""
+def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str = "") -> None:
+    """Write a page of HTML elements.
+
+    Args:
+        path: The file.
+        title: Title of the page.
+        body: The elements.
+        style: Further CSS rules.
+
+    Raises:
+        PrepError: The file cannot be written.
+    """
     elements = "\n".join(body)
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n{elements}\n</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{STYLE}{style}</style></head>\n<body>\n{elements}\n</body></html>\n"
     )
     try:
         path.write_text(page, "utf-8")

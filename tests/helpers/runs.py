@@ -182,9 +182,13 @@ class RecordingCallbacks:
     lines: list[Mapping[str, Any]] = field(default_factory=list)
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    finished_steps: list[int] = field(default_factory=list)
 
     def on_compile(self, seconds: float) -> None:
         assert seconds > 0
+
+    def on_step(self, step: int) -> None:
+        self.finished_steps.append(step)
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
         self.lines.append(line)

@@ -249,9 +249,15 @@ class LayerStack:
         return sum(sizes) // self.num_layers
 
     def layer_leaves(self) -> list[ParamLeaf]:
-        """Return the parameters of these layers."""
-        prefix = f"{self.prefix}layers."
-        return [leaf for path, leaf in self.inputs.leaves.items() if path.startswith(prefix)]
+        """Return the parameters of these layers, without adapters."""
+        return self._in_layers(self.inputs.leaves)
+
+    def layer_adapters(self) -> list[ParamLeaf]:
+        """Return the adapters of these layers."""
+        return self._in_layers(self.inputs.adapters or {})
+
+    def _in_layers(self, leaves: Mapping[str, ParamLeaf]) -> list[ParamLeaf]:
+        return [leaf for path, leaf in leaves.items() if path.startswith(f"{self.prefix}layers.")]
 
     def _residual_size(self) -> int:
         """Return the elements of the unsplit residual stream [B, T, D]."""

@@ -79,6 +79,26 @@ _KINDS = (
     Accelerator("B200", BLACKWELL, 180 * GB, 2250 * TERA, 8000 * GB, 900 * GB, 8, 50 * GB),
 )
 ACCELERATORS = {kind.name: kind for kind in _KINDS}
+JAX_KINDS = {  # `device_kind` of JAX; PCIe and NVL cards have other peaks
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+}
+
+
+def accelerator_of(device_kind: str) -> Accelerator | None:
+    """Return the accelerator that JAX calls `device_kind`; None if it is unknown."""
+    name = JAX_KINDS.get(device_kind)
+    return ACCELERATORS[name] if name else None
 
 
 def parse_devices(text: str) -> tuple[Accelerator, int | None]:

@@ -1,9 +1,10 @@
 """Floating-point operations of a training step, from shapes alone.
 
 A product of a matrix with N parameters takes 2*N operations per token in the forward pass and 4*N in the backward
-pass; attention takes 4*H*E per visible pair of query and key, and 8*H*E in the backward pass (Chowdhery et al. 2022,
-https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups, norms, activations, softmax and the optimizer are
-not counted. An expert's matrices count for the tokens that it is expected to get.
+pass, or 2*N if the matrix is frozen: it has no gradient. Attention takes 4*H*E per visible pair of query and key, and
+8*H*E in the backward pass (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Embedding lookups,
+norms, activations, softmax and the optimizer are not counted. An expert's matrices count for the tokens that it is
+expected to get. Adapters (LoRA) count as two matrices each.
 
 `attention_full` counts all keys of a layer's sliding window, or all keys, as published MFU figures do;
 `attention_causal` counts only the visible ones.
@@ -24,6 +25,7 @@ from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import SAVES_ALL, SAVES_DOTS, SAVES_WEIGHT_DOTS, saved_activations
 
 TRAINING_PASSES = 3  # a forward pass, and a backward pass of twice its operations
+INPUT_PASSES = 2  # the same without the gradients of weights
 HEAD = "head.weight"
 EMBEDDING = "embed.tokens"
 EXPERTS = "experts"
@@ -66,9 +68,18 @@ class StepFlops:
 
 @dataclass(frozen=True, slots=True)
 class _ForwardFlops:
-    """The operations of one forward pass over all sequences of a step, of all layers of a stack."""
+    """The operations of one forward pass over all sequences of a step, of all layers of a stack.
+
+    Attributes:
+        projections: Products with parameters.
+        trained_projections: Products with parameters that are trained.
+        attention_full: Products of queries, keys and values, with masked pairs.
+        attention_causal: The same without masked pairs.
+        attention_computed: The same with the masked pairs that the kernel computes.
+    """
 
     projections: int
+    trained_projections: int
     attention_full: int
     attention_causal: int
     attention_computed: int
@@ -80,10 +91,13 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
     num_tokens = inputs.accumulate * inputs.micro_batch_size * inputs.seq_length
     head = inputs.leaves.get(HEAD) or inputs.leaves[EMBEDDING]
     head_flops = 2 * math.prod(head.shape) * num_tokens
+    trained_head_flops = head_flops if head.path in inputs.trained_leaves else 0
     causal = sum(stack.attention_causal for stack in stacks)
     computed = sum(stack.attention_computed for stack in stacks)
     return StepFlops(
-        matmul=TRAINING_PASSES * (head_flops + sum(stack.projections for stack in stacks)),
+        matmul=INPUT_PASSES * (head_flops + sum(stack.projections for stack in stacks))
+        + trained_head_flops
+        + sum(stack.trained_projections for stack in stacks),
         attention_full=TRAINING_PASSES * sum(stack.attention_full for stack in stacks),
         attention_causal=TRAINING_PASSES * causal,
         masked=TRAINING_PASSES * (computed - causal),
@@ -94,7 +108,9 @@ def count_step_flops(inputs: MemoryInputs) -> StepFlops:
 def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
     """Count the operations of the forward pass of a decoder's or an encoder's layers."""
     num_sequences, length = inputs.accumulate * inputs.micro_batch_size, row_length(inputs, stack)
-    num_projections = sum(_leaf_flops(inputs, stack, leaf) for leaf in stack.layer_leaves())
+    leaves, trained = stack.layer_leaves() + stack.layer_adapters(), inputs.trained_leaves
+    leaf_flops = {leaf.path: _leaf_flops(inputs, stack, leaf) for leaf in leaves}
+    trained_flops = [flops for path, flops in leaf_flops.items() if path in trained]
     pair_flops = 4 * num_sequences * inputs.extent("heads") * inputs.extent("head_dim")
     full = causal = computed = 0
     for name in stack.kv_lengths:
@@ -108,7 +124,13 @@ def _count_stack(inputs: MemoryInputs, stack: LayerStack) -> _ForwardFlops:
             computed += num_layers * _computed_pairs(
                 inputs, (length, kv_length), window=window, visible=visible, is_causal=is_causal
             )
-    return _ForwardFlops(num_sequences * num_projections, pair_flops * full, pair_flops * causal, pair_flops * computed)
+    return _ForwardFlops(
+        projections=num_sequences * sum(leaf_flops.values()),
+        trained_projections=num_sequences * sum(trained_flops),
+        attention_full=pair_flops * full,
+        attention_causal=pair_flops * causal,
+        attention_computed=pair_flops * computed,
+    )
 
 
 def is_encoder(inputs: MemoryInputs, stack: LayerStack) -> bool:

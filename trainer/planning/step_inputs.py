@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.models.architecture import ArchConfig
@@ -20,7 +20,7 @@ from trainer.models.chunk_sizes import check_ring_blocks
 from trainer.models.default_sizes import ChunkSizes, default_chunk_sizes
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig, resolve_dropout
 from trainer.models.errors import UsageError, usage_error
-from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh
 from trainer.models.param_tree import ParamLeaf, dim_extent
 from trainer.models.parameters import HFConfig
@@ -116,6 +116,26 @@ def step_inputs(
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
         frozen=frozenset(model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()),
         blocks_overlap=widens_bfloat16,
+    )
+
+
+def with_adapters(
+    inputs: MemoryInputs, recipe: Recipe, adapters: Mapping[str, ParamLeaf], *, stored_itemsize: int = FLOAT32
+) -> MemoryInputs:
+    """Return the inputs of a run that trains only adapters.
+
+    Args:
+        inputs: Inputs of a run that trains all parameters.
+        recipe: The recipe.
+        adapters: The adapters by path.
+        stored_itemsize: Bytes per element of the frozen parameters.
+    """
+    return replace(
+        inputs,
+        adapters=adapters,
+        stored_itemsize=stored_itemsize,
+        optimizer_state=state_leaves(recipe.optimizer, adapters),
+        frozen=frozenset(adapters.keys() - trained_leaves(recipe.optimizer, adapters).keys()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
@@ -19,9 +19,9 @@ from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
-from trainer.planning.optimizer_state import check_patterns, state_leaves, trained_leaves
+from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import StepFlops, count_step_flops
-from trainer.planning.step_inputs import run_dropout, step_inputs
+from trainer.planning.step_inputs import run_dropout, step_inputs, with_adapters
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
 from trainer.recipe import Recipe
 
@@ -126,7 +126,8 @@ def plan_training(
         dropout=run_dropout(recipe, model.config),
     )
     if recipe.lora.is_enabled:
-        inputs = _with_adapters(inputs, recipe, model)
+        adapters, itemsize = _adapters(recipe, model), _frozen_itemsize(recipe, model)
+        inputs = with_adapters(inputs, recipe, adapters, stored_itemsize=itemsize)
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,
@@ -136,18 +137,6 @@ def plan_training(
         traffic=tuple(axis_traffic(inputs, slices)),
         device=device,
         slices=slices,
-    )
-
-
-def _with_adapters(inputs: MemoryInputs, recipe: Recipe, model: PlannedModel) -> MemoryInputs:
-    """Return the inputs of a run that trains only adapters."""
-    adapters = _adapters(recipe, model)
-    return replace(
-        inputs,
-        adapters=adapters,
-        stored_itemsize=_frozen_itemsize(recipe, model),
-        optimizer_state=state_leaves(recipe.optimizer, adapters),
-        frozen=frozenset(adapters.keys() - trained_leaves(recipe.optimizer, adapters).keys()),
     )
 
 

@@ -16,6 +16,7 @@ from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, parse_sources, source_data
 from trainer.recipe.field_checks import field_problems
 from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
@@ -35,6 +36,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from problem_if_raised(lambda: mesh.parse_mesh(recipe.mesh, origin="mesh"), "mesh")
     yield from problem_if_raised(lambda: _check_dcn_mesh(recipe), DCN_KEY)
     yield from problem_if_raised(lambda: merge_rules(recipe.rules or (), origin="rules"), "rules")
+    yield from problem_if_raised(lambda: check_wandb_table(recipe.log.wandb), WANDB_KEY)
     yield from _overflow_problems(recipe)
     yield from _start_problems(recipe)
     yield from _model_problems(recipe)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from trainer.models.process_address import DEFAULT_PORT, ProcessSettings
-from trainer.recipe.key_types import STRICT, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, if_absent
+from trainer.recipe.key_types import (
+    STRICT,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    if_absent,
+)
 
 
 class Eval(BaseModel):
@@ -77,7 +85,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics."""
+    """The processes that print and write metrics, and where metrics are written besides `metrics.jsonl`."""
 
     model_config = STRICT
 
@@ -85,6 +93,19 @@ class Log(BaseModel):
         default=False,
         description="print the lines of every process, and write a metrics file for each; false: only for process 0",
         examples=[True],
+    )
+    tensorboard: bool | PathText = Field(
+        default=False,
+        description="write event files for TensorBoard: true: to `tensorboard` in the run's folder; a path: to a "
+        "folder with the run's name in it. Needs the extra `tensorboard`",
+        examples=[True],
+    )
+    wandb: dict[str, Any] | None = Field(
+        default=None,
+        description="log to Weights & Biases: a table with `project`, and optionally `entity`, `group`, `name`, "
+        "`notes`, `job_type`, `tags`, and `offline = true`. Needs the extra `wandb`",
+        examples=[{"project": "llama", "offline": True}],
+        json_schema_extra=if_absent("no W&B run"),
     )
 
 

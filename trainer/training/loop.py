@@ -14,6 +14,7 @@ from jax import Array
 
 from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
+from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
 from trainer.training.checkpoint import FLOAT32, host_leaves
@@ -54,6 +55,7 @@ class Job:
         manifest_fields: Extra entries for the manifest of every checkpoint.
         stop_after: Steps that this process takes; 0 for no limit.
         eval_at_start: Evaluate before the first step; None to do so if `eval_every` is set.
+        peak_step_s: Seconds of the model operations of a step at the devices' peak; None if it is unknown.
     """
 
     setup: StepSetup
@@ -69,6 +71,7 @@ class Job:
     max_skipped: int
     manifest_fields: Mapping[str, Any]
     stop_after: int = 0
+    peak_step_s: float | None = None
     eval_at_start: bool | None = None
     also_save_every: tuple[Interval, ...] = ()
     saves_best: bool = False
@@ -98,6 +101,10 @@ class Callbacks(Protocol):
 
     def on_compile(self, seconds: float) -> None:
         """Report the seconds of compiling the step."""
+        ...
+
+    def on_step(self, step: int) -> None:
+        """Report a finished step."""
         ...
 
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
@@ -251,6 +258,7 @@ class Loop:
             consecutive_skips = int(metrics["in_row"])  # blocks until the step is done
             self.stop_signals.read(metrics)
             self.timer.count_step()
+            self.callbacks.on_step(step)
             if step % job.log_every == 0 or step in (1, job.steps):
                 self._log_step(step, metrics)
             if consecutive_skips >= job.max_skipped:
@@ -273,6 +281,9 @@ class Loop:
         step_s = self.timer.lap()
         if step_s:
             line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}
+            line |= {} if self.job.peak_step_s is None else {"mfu": round(self.job.peak_step_s / step_s, 4)}
+        memory_nbytes = peak_memory_nbytes(self.job.setup.sharding)
+        line |= {} if memory_nbytes is None else {"memory_bytes": memory_nbytes}
         self.metrics.write(line)
         self.callbacks.on_log(line, step_s * (self.job.steps - step) if step_s else None)
 

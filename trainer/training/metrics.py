@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from trainer.models.errors import PrepError
 
 METRICS_FILE = "metrics.jsonl"
+EVAL_PREFIX = "eval_"  # of the values of an evaluation
 PROCESS_METRICS_FILE = re.compile(r"metrics\.([1-9][0-9]*)\.jsonl")
 
 
@@ -70,6 +71,15 @@ def remove_other_metrics(folder: Path, num_processes: int) -> None:
                 raise PrepError(f"cannot remove {path}", error.strerror or str(error)) from error
 
 
+def metric_values(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line by the names in TensorBoard and W&B: `train/loss`, `eval/loss`."""
+    return {
+        f"eval/{name.removeprefix(EVAL_PREFIX)}" if name.startswith(EVAL_PREFIX) else f"train/{name}": value
+        for name, value in line.items()
+        if name != "step" and value is not None
+    }
+
+
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 
@@ -77,12 +87,26 @@ class MetricsLog(Protocol):
         """Append a line."""
         ...
 
+    def close(self) -> None:
+        """Wait until all lines are stored."""
+        ...
 
-class NoMetrics:
-    """MetricsLog of a process that does not log."""
+
+@dataclass(frozen=True, slots=True)
+class MetricsLogs:
+    """MetricsLog that passes lines to others; a process that does not log has none."""
+
+    logs: tuple[MetricsLog, ...]
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Append a line to each log."""
+        for log in self.logs:
+            log.write(line)
+
+    def close(self) -> None:
+        """Close each log."""
+        for log in self.logs:
+            log.close()
 
 
 class MetricsWriter:
@@ -116,6 +140,9 @@ class MetricsWriter:
                 file.write(f"{_to_json(line)}\n")
         except OSError as error:
             raise PrepError(f"cannot write {self.path}", error.strerror or str(error)) from error
+
+    def close(self) -> None:
+        """Do nothing: every line is written at once."""
 
 
 def _to_json(line: Mapping[str, Any]) -> str:

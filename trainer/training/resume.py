@@ -53,6 +53,8 @@ CHANGEABLE_ON_RESUME = frozenset(
         "checkpoint.export_every",
         "checkpoint.push",
         "log.all_workers",
+        "log.tensorboard",
+        "log.wandb",
         "cluster.host0_address",
         "cluster.host0_port",
         "cluster.n_processes",

@@ -35,6 +35,7 @@ from trainer.training.optimizers import build_optimizer
 from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
+from trainer.training.utilization import peak_step_s
 
 
 def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
@@ -191,6 +192,7 @@ def build_job(
         also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
         saves_best=recipe.checkpoint.best is not None,
         param_dtype=recipe.checkpoint.dtype,
+        peak_step_s=peak_step_s(recipe, model, sharding),
     )
 
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import read_manifest
+from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.training_folder import make_training_folder
 
@@ -48,6 +49,9 @@ def test_lora_run_saves_adapters_alone(work_dir: Path):
     moments = {name.replace("params.", f"opt_state.adam.{moment}.") for name in params for moment in ("mu", "nu")}
     assert {name for name in leaves if name.startswith("opt_state.")} == moments | {"opt_state.adam.count"}
     assert all(leaves[name].any() for name in params)
+    environment = json.loads(Path("runs/recipe", ENVIRONMENT_FILE).read_text())
+    assert environment["trained_parameters"] == sum(leaves[name].size for name in params)
+    assert environment["parameters"] > environment["trained_parameters"]
 
 
 def test_stopped_lora_run_resumes_exactly(work_dir: Path):

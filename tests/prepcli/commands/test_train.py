@@ -49,6 +49,7 @@ def test_finished_run_exports_and_resumes_without_steps(work_dir: Path, capsys: 
     assert saved_steps(Path("runs/recipe")) == [9, 12], "the newest two are kept"
     assert sorted(p.name for p in Path("runs/recipe").iterdir() if p.is_file()) == [
         ".lock",
+        "environment.json",
         METRICS_FILE,
         "recipe.toml",
     ]

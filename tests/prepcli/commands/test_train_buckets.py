@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.errors import FAILED, OK, STOPPED
+from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.run_place import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_steps
+from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.training_folder import make_training_folder
+from tests.trainer.training.test_wandb_log import FakeWandb
 from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.wandb_log import ID_FILE
 
 ROOT = Path(__file__).parents[3]
 URL = "gs://bucket/runs/tiny"
@@ -90,7 +94,7 @@ def test_stopped_and_resumed_run_equals_a_local_run(store: FakeObjectStore, caps
     assert saved(store) == [3, 4]
     assert bucket_digests(store, 4) == local_digests("local", 4)
     names = {path.partition("/")[0] for path in store.objects_below(PREFIX)}
-    assert names == {"3", "4", RECIPE_FILE, METRICS_FILE}
+    assert names == {"3", "4", RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE}
     Path("uploaded.jsonl").write_bytes(store.objects[f"{PREFIX}{METRICS_FILE}"])
     losses = [
         [line["loss"] for line in read_metrics(path) if "loss" in line]
@@ -116,7 +120,34 @@ def test_commands_read_a_run_in_a_bucket(store: FakeObjectStore, capsys: pytest.
         assert main(["generate", name, "--tokens", "1,2,3", "--max-new-tokens", "4", "-q"]) == OK
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+    assert main(["report", URL, "local", "--json", "-q"]) == OK
+    report = json.loads(capsys.readouterr().out)
+    (remote, local), page = report["runs"], Path("report.html").read_text()
+    assert (report["output"], remote.pop("run"), local.pop("run")) == ("report.html", URL, "local")
+    assert (remote["step"], remote["steps"], remote["loss"]) == (4, 4, local["loss"])
+    assert ">tiny</td><td>3</td>" in page
+    assert ">9</td>" not in page
+    assert main(["report", f"{URL}-none", "-q"]) == FAILED
+    assert f"{URL}-none does not exist" in capsys.readouterr().err
     assert train("--out", "next", "--set", f"model.path={URL}", "--stop-after", "1", "-q") == STOPPED
+
+
+def test_wandb_continues_the_id_of_the_bucket(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = ("--out", URL, "--set", 'log.wandb={ project = "p", offline = true }', "-q")
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert store.objects[f"{PREFIX}{ID_FILE}"] == b"new1\n"
+    (LOCAL / ID_FILE).unlink()  # as on another host
+    assert train(*words, "--stop-after", "1") == STOPPED
+    assert [arguments["id"] for arguments in wandb.inits] == [None, "new1"]
+    assert [step for step, values in wandb.logged if "train/loss" in values] == [1, 2]
+
+
+def test_event_files_need_a_folder(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):
+    assert train("--out", URL, "--set", "log.tensorboard=true", "-q") == USAGE
+    assert '`log.tensorboard = "FOLDER"`' in capsys.readouterr().err
+    assert store.objects == {}
 
 
 def test_restart_and_dry_run(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):

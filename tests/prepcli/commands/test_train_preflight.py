@@ -128,6 +128,7 @@ def test_dry_run_estimates_device_memory(capsys: pytest.CaptureFixture[str]):
     assert memory["peak"] == lasting + max(memory["layer"], memory["head"])
     assert memory["fits"] is True
     assert "of it scores [4, 2, 16, 16]" in err
+    assert "batch 8 x 16 = 128 tokens per step" in err
     assert report["warnings"] == []
     assert not Path("runs").exists()
 

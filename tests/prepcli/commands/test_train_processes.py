@@ -82,7 +82,8 @@ def test_two_processes_train_as_one_does(work_dir: Path):
     assert "step 4/4" in err
     folder = Path("runs/recipe")
     assert saved_steps(folder) == [2, 4]
-    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == [".lock", METRICS_FILE, "recipe.toml"]
+    files = [".lock", "environment.json", METRICS_FILE, "recipe.toml"]
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == files
     assert sorted(path.name for path in (folder / "data").iterdir() if path.is_file()) == ["lock"]
     train("one", "--set", "mesh=2,4,1", count=1, devices=8)
     Path("runs/recipe").rename("two")

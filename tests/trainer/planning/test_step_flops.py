@@ -9,7 +9,9 @@ import pytest
 
 from bench.model_configs import MODEL_CONFIGS
 from tests.trainer.models.test_memory_estimate import make_inputs
+from trainer.models.lora import LoraConfig, build_adapters
 from trainer.models.memory_inputs import NO_SCORES
+from trainer.models.registry import FAMILIES
 from trainer.planning.step_flops import StepFlops, count_step_flops
 
 LLAMA_7B, MIXTRAL, T5 = (MODEL_CONFIGS[name] for name in ("7b", "mixtral", "t5"))
@@ -114,10 +116,27 @@ def test_micro_batches_add_up():
     assert count_step_flops(half) == count_step_flops(inputs)
 
 
+def test_frozen_matrices_have_no_gradients():
+    inputs = make_inputs("llama", LLAMA_7B, micro_batch_size=ROWS, seq_length=LENGTH)
+    head = "head.weight"
+    frozen = count_step_flops(replace(inputs, frozen=frozenset(inputs.leaves.keys() - {head})))
+    assert frozen.matmul == 4 * MATRICES_7B * TOKENS + 2 * 32000 * 4096 * TOKENS
+    assert frozen.attention_full == count_step_flops(inputs).attention_full
+    assert count_step_flops(replace(inputs, frozen=frozenset(inputs.leaves))).matmul == 4 * MATRICES_7B * TOKENS
+
+
+def test_adapters_are_trained_and_their_base_is_frozen():
+    family, rank = FAMILIES["llama"], 8
+    adapters = build_adapters(family, LLAMA_7B, LoraConfig(rank, 16.0, ("attn.q", "mlp.down"))).leaves
+    inputs = make_inputs("llama", LLAMA_7B, micro_batch_size=ROWS, seq_length=LENGTH)
+    num_adapters = 32 * rank * (4096 + 4096 + 11008 + 4096)
+    flops = count_step_flops(replace(inputs, adapters=adapters))
+    assert flops.matmul == (4 * MATRICES_7B + 6 * num_adapters) * TOKENS
+
+
 def test_forward_and_backward_match_the_count_of_xla():
     """XLA also counts elementwise operations, which are few in a wide model."""
     from bench.compiled_memory import lower_step
-    from trainer.models.registry import FAMILIES
     from trainer.nn.model_spec import ForwardConfig, build_model
 
     config = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 1024}

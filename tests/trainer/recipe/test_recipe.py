@@ -213,6 +213,10 @@ VALUES_BY_KEY = {
     "optimizer.warmup_ratio": st.floats(0, 0.4),
     "train.steps": st.integers(10, 2**30),
     "train.profile": st.fixed_dictionaries({"start": st.integers(1, 99), "steps": st.integers(1, 9)}),
+    "log.tensorboard": st.booleans() | PATHS,
+    "log.wandb": st.fixed_dictionaries(
+        {"project": TEXTS}, optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()}
+    ),
 }
 
 LORA_VALUES: list[dict[str, Any]] = [

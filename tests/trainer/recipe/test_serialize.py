@@ -160,6 +160,8 @@ export_every = 0                                # default
 
 [log]
 all_workers = false                             # default
+tensorboard = false                             # default
+# wandb: no W&B run                             # default
 """
 
 

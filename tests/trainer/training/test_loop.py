@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.helpers.slow_cases import slow_except
 from trainer.models.checkpoint_store import HostLeaf, PendingSave
 from trainer.models.errors import PrepError
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.training import loop
 from trainer.training.loading import restore_state
 from trainer.training.loop import Job, Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
@@ -230,15 +232,17 @@ class Result:
         return self.value
 
 
-def test_loop_logs_the_time_of_every_step(setup: runs.StepSetup, tmp_path: Path):
+def test_loop_logs_time_mfu_and_memory_of_steps(setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """This includes the first line, and lines just before a checkpoint, when no further step is in flight."""
-    job = runs.make_job(setup, steps=7, save_every=3)
+    job = replace(runs.make_job(setup, steps=7, save_every=3), peak_step_s=0.4)
+    monkeypatch.setattr(loop, "peak_memory_nbytes", lambda sharding: 7 << 30)
+    callbacks = runs.RecordingCallbacks()
     loop_run = Loop(
         job,
         runs.make_state(setup),
         store=runs.MemoryStore(),
         metrics=MetricsWriter(tmp_path / METRICS_FILE, 0),
-        callbacks=runs.RecordingCallbacks(),
+        callbacks=callbacks,
         poll_stop_reason=runs.never_stop,
     )
     device = Device(loop_run._compile_step())
@@ -246,7 +250,10 @@ def test_loop_logs_the_time_of_every_step(setup: runs.StepSetup, tmp_path: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_run, "_compile_step", lambda: device)
         loop_run.run()
-    assert [line["seconds"] for line in read_metrics(tmp_path / METRICS_FILE) if "loss" in line] == [1.0] * 7
+    lines = [line for line in read_metrics(tmp_path / METRICS_FILE) if "loss" in line]
+    assert [line["seconds"] for line in lines] == [1.0] * 7
+    assert [(line["mfu"], line["memory_bytes"]) for line in lines] == [(0.4, 7 << 30)] * 7
+    assert callbacks.finished_steps == [*range(1, 8)]
 
 
 class DelayedSave:

@@ -1,0 +1,37 @@
+"""Report on training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prepcli.api.options import PathLike
+from prepcli.api.public import public
+from prepcli.api.results import RunsReport
+from prepcli.api.session import silent_ui
+from prepcli.commands import report as report_command
+
+
+@public
+def report(runs: PathLike | Sequence[PathLike], out: PathLike | None = None) -> RunsReport:
+    """Write the metrics, recipes and environments of training runs as one HTML page, which needs no network.
+
+    Args:
+        runs: Folder or URL of a run, or several to compare.
+        out: The HTML file; default: `report.html` in the folder of the first run, or in the working directory if that
+            run is in an object store.
+
+    Returns:
+        The page, and the main numbers of each run.
+
+    Raises:
+        UsageError: An argument is invalid.
+        PrepError: A folder or URL is not a run, or a file cannot be read or written.
+    """
+    folders = [runs] if isinstance(runs, str | Path) else runs
+    request = report_command.ReportRequest(
+        tuple(Path(folder) for folder in folders), Path(out) if out is not None else None
+    )
+    fields: Any = report_command.report(request, silent_ui("report")).fields
+    return RunsReport(path=Path(fields["output"]), runs=tuple(fields["runs"]))

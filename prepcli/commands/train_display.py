@@ -1,0 +1,171 @@
+"""What `prep train` shows during a run: lines, or a view that is redrawn in place on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from prepcli.commands.train_run import Run
+from prepcli.console.formatting import format_duration, format_time_left
+from prepcli.console.live_block import LiveBlock
+from prepcli.console.progress import REDRAW_INTERVAL_S
+from prepcli.console.run_status import RunStatus, format_number, format_token_rate, status_lines
+from prepcli.console.ui import Ui
+
+PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", "save": "saving"}
+
+
+class RunDisplay(Protocol):
+    """Receiver of the events of a run, which are those of the loop's callbacks."""
+
+    def on_phase(self, phase: str) -> None:
+        """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
+        ...
+
+    def on_compile(self, seconds: float) -> None:
+        """Show the compile time."""
+        ...
+
+    def on_step(self, step: int) -> None:
+        """Show a finished step."""
+        ...
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Show a log line, and the estimated remaining seconds."""
+        ...
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Show the log line of an evaluation."""
+        ...
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show a saved step, and the seconds of saving it."""
+        ...
+
+
+@contextmanager
+def open_display(ui: Ui, run: Run) -> Iterator[tuple[Ui, RunDisplay]]:
+    """Open the display of a run.
+
+    Args:
+        ui: Output of the command.
+        run: The run.
+
+    Yields:
+        The Ui whose messages do not disturb the display, and the display.
+    """
+    block = ui.open_live_block()
+    if block is None:
+        yield ui, LineDisplay(ui, run.job.steps)
+        return
+    status = RunStatus(run.recipe.name, run.job.steps, run.step, memory_limit_nbytes=run.memory["available"])
+    display = LiveDisplay(block, status)
+    display.draw()
+    try:
+        yield replace(ui, err=block.stream), display
+    finally:
+        display.close()
+
+
+class LineDisplay:
+    """Display of one line per event, for logs."""
+
+    def __init__(self, ui: Ui, steps: int) -> None:
+        self.ui, self.steps = ui, steps
+
+    def on_phase(self, phase: str) -> None:
+        """Print nothing."""
+
+    def on_compile(self, seconds: float) -> None:
+        """Print the compile time."""
+        self.ui.note(f"compiled in {format_duration(seconds)}")
+
+    def on_step(self, step: int) -> None:
+        """Print nothing."""
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
+        progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
+        text = f"step {progress}  loss {format_number(line['loss'])}  lr {line['lr']:.2e}"
+        if remaining_s is not None:
+            rate = format_token_rate(line["tokens_per_s"])
+            text += f"  {rate}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
+        if line["skipped"]:
+            text += f"  {line['skipped']} skipped"
+        self.ui.note(text)
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
+        self.ui.note(f"evaluated at step {line['step']}: {_evaluation_text(line)}  tokens {line['eval_tokens']:,}")
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Print the saved step and the time it took."""
+        self.ui.note(f"saved step {step} in {format_duration(seconds)}")
+
+
+class LiveDisplay:
+    """Display that is redrawn in place, at most ten times per second between log lines."""
+
+    def __init__(self, block: LiveBlock, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
+        self.block, self.status, self.clock = block, status, clock
+        self.started_s = self.drawn_at_s = clock()
+
+    def on_phase(self, phase: str) -> None:
+        """Show the phase; the phase of a step is shown with the step."""
+        name = PHASES.get(phase.partition(" ")[0], phase)
+        if name != self.status.phase:
+            self.status.phase = name
+            self.draw()
+
+    def on_compile(self, seconds: float) -> None:
+        """Show that the step is compiled."""
+        self.draw()
+
+    def on_step(self, step: int) -> None:
+        """Show the step if the last drawing is a tenth of a second old."""
+        status = self.status
+        if status.remaining_s is not None and status.step_s is not None:
+            status.remaining_s = status.step_s * (status.steps - step)
+        status.step = step
+        if self.clock() - self.drawn_at_s >= REDRAW_INTERVAL_S:
+            self.draw()
+
+    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
+        """Show the values of the line."""
+        status = self.status
+        status.losses.append(line["loss"])
+        status.step, status.remaining_s = line["step"], remaining_s
+        status.lr, status.grad_norm, status.skipped = line["lr"], line["grad_norm"], line["skipped"]
+        status.tokens_per_s, status.step_s = line.get("tokens_per_s"), line.get("seconds")
+        status.mfu, status.memory_nbytes = line.get("mfu"), line.get("memory_bytes")
+        self.draw()
+
+    def on_evaluate(self, line: Mapping[str, Any]) -> None:
+        """Show the evaluation and its step."""
+        self.status.evaluation = f"{_evaluation_text(line)}  at step {line['step']:,}"
+        self.draw()
+
+    def on_save(self, step: int, seconds: float) -> None:
+        """Show the saved step."""
+        self.status.save = f"step {step:,} in {format_duration(seconds)}"
+        self.draw()
+
+    def close(self) -> None:
+        """Leave the final state on the screen."""
+        self.status.phase = "finished" if self.status.step == self.status.steps else "stopped"
+        self.draw()
+        self.block.close()
+
+    def draw(self) -> None:
+        """Draw the state."""
+        self.drawn_at_s = self.clock()
+        self.status.elapsed_s = self.drawn_at_s - self.started_s
+        self.block.draw(status_lines(self.status, self.block.width))
+
+
+def _evaluation_text(line: Mapping[str, Any]) -> str:
+    loss, perplexity = format_number(line["eval_loss"]), format_number(line["eval_perplexity"], 2)
+    return f"loss {loss}  perplexity {perplexity}"

@@ -1,0 +1,95 @@
+"""Lines at the end of a terminal that are redrawn in place, below the text that is printed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Segment = tuple[str, str]  # text and rich style
+Line = Sequence[Segment]
+
+
+class LiveBlock:
+    """Lines that are redrawn in place; the last ones stay on the screen.
+
+    Attributes:
+        stream: Stream for text to print above the lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Start without lines on a terminal."""
+        from rich.console import Console
+        from rich.live import Live
+
+        self._terminal = stream
+        self._console = Console(file=stream, force_terminal=True)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self.stream = cast(TextIO, _TextAbove(self, stream))
+        self._live.start()
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal, which may change."""
+        self._measure()
+        return self._console.width
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Replace the lines; parts beyond the edge of the terminal are cut."""
+        from rich.console import Group
+
+        self._measure()
+        self._live.update(Group(*map(_as_text, lines)), refresh=True)
+
+    def _measure(self) -> None:
+        """Take the size of the stream's terminal: rich asks the standard streams."""
+        from rich.console import ConsoleDimensions
+
+        with contextlib.suppress(OSError, ValueError):  # not a terminal
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._terminal.fileno()))
+
+    def print_above(self, text: str) -> None:
+        """Print whole lines above; their escape sequences of colours are kept."""
+        from rich.text import Text
+
+        self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last lines on the screen, and the cursor below them."""
+        self._live.stop()
+
+
+def _as_text(line: Line) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*line, no_wrap=True, overflow="crop")
+
+
+class _TextAbove(io.TextIOBase):
+    """Stream whose lines are printed above a block."""
+
+    def __init__(self, block: LiveBlock, terminal: TextIO) -> None:
+        self._block, self._terminal = block, terminal
+        self._unfinished = ""
+
+    def write(self, text: str) -> int:
+        """Print the lines that are complete."""
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
+        if lines:
+            self._block.print_above("\n".join(lines))
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Return whether the block is on a terminal."""
+        return self._terminal.isatty()

@@ -1,0 +1,158 @@
+"""The state of a training run as lines of a terminal."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from prepcli.console.formatting import format_bytes, format_bytes_of, format_clock, format_time_left
+from prepcli.console.live_block import Line, Segment
+
+SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+SPARK_CELLS = 24
+MAX_BAR_CELLS = 40
+MIN_BAR_CELLS = 8
+GAP = "  "
+
+
+@dataclass(slots=True)
+class RunStatus:
+    """State of a run as it is shown; None or an empty text: not known yet.
+
+    Attributes:
+        name: Name of the run.
+        steps: Number of the last step.
+        step: The last finished step.
+        phase: What the run does, such as `training` or `saving`.
+        elapsed_s: Seconds since the start of this process.
+        remaining_s: Estimated seconds to the last step.
+        losses: Losses of the last log lines; None if one is not finite.
+        lr: Learning rate.
+        grad_norm: Norm of the gradients.
+        tokens_per_s: Tokens of all devices per second.
+        step_s: Seconds of a step.
+        mfu: Model FLOPs utilization.
+        memory_nbytes: Highest memory in use on a device.
+        memory_limit_nbytes: Memory of a device.
+        evaluation: The last evaluation.
+        save: The last saved step.
+        skipped: Number of skipped steps.
+    """
+
+    name: str
+    steps: int
+    step: int = 0
+    phase: str = "loading"
+    elapsed_s: float = 0.0
+    remaining_s: float | None = None
+    losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=SPARK_CELLS))
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    mfu: float | None = None
+    memory_nbytes: int | None = None
+    memory_limit_nbytes: int | None = None
+    evaluation: str = ""
+    save: str = ""
+    skipped: int = 0
+
+
+def status_lines(status: RunStatus, width: int) -> list[Line]:
+    """Return the state of a run as lines of at most `width` columns, without the items that do not fit.
+
+    Args:
+        status: The state.
+        width: Columns of the terminal.
+    """
+    rows = (
+        ("loss", _loss_items(status)),
+        ("lr", _optimizer_items(status)),
+        ("speed", _speed_items(status)),
+        ("memory", _memory_items(status)),
+        ("eval", [(status.evaluation, "")]),
+        ("saved", [(status.save, "")]),
+    )
+    shown = [(label, [item for item in items if item[0]]) for label, items in rows]
+    return [*_header(status, width), *(_row(label, items, width) for label, items in shown if items)]
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Return values as bars of eight heights between the smallest and the largest; a space for None."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    low, span = min(known), (max(known) - min(known)) or 1.0
+    top = len(SPARK_LEVELS) - 1
+    return "".join(" " if value is None else SPARK_LEVELS[round(top * (value - low) / span)] for value in values)
+
+
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number with a fixed number of digits, or `not finite` for None."""
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def format_token_rate(tokens_per_s: float) -> str:
+    """Format as `41.2k tok/s` or `870 tok/s`."""
+    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+
+
+def _header(status: RunStatus, width: int) -> Iterator[Line]:
+    """Yield the line with the name, the phase and the times, and the line with the bar and the step."""
+    times = [format_clock(status.elapsed_s)]
+    if status.remaining_s is not None and status.step < status.steps:
+        times.append(format_time_left(status.remaining_s))
+    yield _fit([(status.name, "bold"), (status.phase, "cyan"), *((text, "") for text in times)], width)
+    percent = 100 * status.step // max(status.steps, 1)
+    count = f"{status.step:,}/{status.steps:,}{GAP}{percent}%"
+    cells = min(MAX_BAR_CELLS, width - len(count) - len(GAP))
+    if cells < MIN_BAR_CELLS:
+        yield _fit([(count, "")], width)
+        return
+    done = cells * status.step // max(status.steps, 1)
+    yield [("━" * done, "green"), ("─" * (cells - done), "dim"), (GAP + count, "")]
+
+
+def _loss_items(status: RunStatus) -> list[Segment]:
+    if not status.losses:
+        return []
+    items = [(format_number(status.losses[-1]), "bold"), (sparkline(status.losses), "cyan")]
+    return [*items, (f"{status.skipped} skipped", "yellow")] if status.skipped else items
+
+
+def _optimizer_items(status: RunStatus) -> list[Segment]:
+    items = [] if status.lr is None else [(f"{status.lr:.2e}", "")]
+    return items if status.grad_norm is None else [*items, (f"grad norm {status.grad_norm:.3g}", "")]
+
+
+def _speed_items(status: RunStatus) -> list[Segment]:
+    if status.tokens_per_s is None or status.step_s is None:
+        return []
+    items = [(format_token_rate(status.tokens_per_s), ""), (f"{status.step_s:.2f} s/step", "")]
+    return items if status.mfu is None else [*items, (f"MFU {status.mfu:.1%}", "")]
+
+
+def _memory_items(status: RunStatus) -> list[Segment]:
+    if status.memory_nbytes is None:
+        return []
+    limit = status.memory_limit_nbytes
+    text = format_bytes_of(status.memory_nbytes, limit) if limit else format_bytes(status.memory_nbytes)
+    return [(f"{text} at most per device", "")]
+
+
+def _row(label: str, items: Sequence[Segment], width: int) -> Line:
+    head = f"{label:<8}"
+    return [(head, "dim"), *_fit(items, width - len(head))]
+
+
+def _fit(items: Sequence[Segment], width: int) -> list[Segment]:
+    """Return the first items that fit, separated by a gap; the first one is always among them."""
+    fitting = [items[0]]
+    used = len(items[0][0])
+    for text, style in items[1:]:
+        used += len(GAP) + len(text)
+        if used > width:
+            break
+        fitting += [(GAP, ""), (text, style)]
+    return fitting

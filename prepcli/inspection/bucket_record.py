@@ -1,0 +1,48 @@
+"""The record of a training run in an object store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from prepcli.engine.files import io_error
+from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
+from prepcli.inspection.run_record import RECORD_FILES, RunRecord, SavedStep, not_a_run_error, read_run
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.placeholders import create_placeholder_folder, read_all, rename_in_errors
+from prepcli.remote.remote_files import RemoteFile
+
+
+def read_bucket_run(bucket: Bucket) -> RunRecord:
+    """Read the record of a run; its steps are listed, not read.
+
+    Args:
+        bucket: Client of the URL of the run.
+
+    Raises:
+        PrepError: No run is there, the store cannot be reached, or a file is damaged.
+    """
+    files = {file.path: file for file in bucket.list_files()}
+    if RECIPE_FILE not in files:
+        raise not_a_run_error(bucket.name, exists=bool(files))
+    folder = create_placeholder_folder()
+    for name in files.keys() & RECORD_FILES:
+        content = read_all(bucket, files[name])
+        try:
+            (folder / name).write_bytes(content)
+        except OSError as error:
+            raise io_error(folder / name, error) from error
+    with rename_in_errors(folder, bucket.name):
+        record = read_run(folder)
+    title = bucket.url.path.rpartition("/")[2] or bucket.url.bucket
+    return replace(record, name=bucket.name, title=title, checkpoints=_saved_steps(files.values()))
+
+
+def _saved_steps(files: Iterable[RemoteFile]) -> tuple[SavedStep, ...]:
+    """Return the complete steps among the files of a run, with their sizes."""
+    paths, nbytes = list[str](), Counter[int | None]()
+    for file in files:
+        paths.append(file.path)
+        nbytes[listed_step(file.path)] += file.size
+    return tuple(SavedStep(step, nbytes[step]) for step in listed_steps(paths))

@@ -1,0 +1,136 @@
+"""The record of a training run in its folder: metrics, recipe, environment and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prepcli.errors import PrepError
+from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from trainer.recipe.formatting import to_toml
+from trainer.training.metrics import METRICS_FILE, read_metrics
+
+ENVIRONMENT_FILE = "environment.json"
+RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE})
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint of a run.
+
+    Attributes:
+        step: Its step.
+        nbytes: Size of its files.
+    """
+
+    step: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run as its files describe it.
+
+    Attributes:
+        name: Its path or URL.
+        title: The last part of it.
+        lines: Metrics, in the order of steps.
+        recipe: Value of each recipe key as TOML.
+        environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
+        checkpoints: The saved steps.
+    """
+
+    name: str
+    title: str
+    lines: tuple[Mapping[str, Any], ...]
+    recipe: Mapping[str, str]
+    environment: Mapping[str, Any]
+    checkpoints: tuple[SavedStep, ...]
+
+    @property
+    def last_step(self) -> int:
+        """The last step with metrics, or the last saved one."""
+        steps = [line["step"] for line in self.lines[-1:]] + [saved.step for saved in self.checkpoints[-1:]]
+        return max(steps, default=0)
+
+    @property
+    def steps(self) -> int | None:
+        """The step at which the run ends; None if it is not known."""
+        return self.environment.get("steps")
+
+    def points(self, name: str) -> list[Point]:
+        """Return (step, value) of each line with a number of this name."""
+        return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a name; None if there is none."""
+        points = self.points(name)
+        return points[-1][1] if points else None
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read the record of a run.
+
+    Args:
+        path: Folder of the run.
+
+    Raises:
+        PrepError: The folder is not a run, or a file in it cannot be read.
+    """
+    recipe_path = path / RECIPE_FILE
+    if not recipe_path.is_file():
+        raise not_a_run_error(str(path), exists=path.is_dir())
+    return RunRecord(
+        str(path),
+        title=path.resolve().name,
+        lines=tuple(read_metrics(path / METRICS_FILE)),
+        recipe=dict(_flatten(_read_toml(recipe_path))),
+        environment=_read_environment(path / ENVIRONMENT_FILE),
+        checkpoints=tuple(SavedStep(step, _folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
+    )
+
+
+def not_a_run_error(name: str, *, exists: bool) -> PrepError:
+    """Return the error for a folder or URL without a run."""
+    what = f"{name} is not a run" if exists else f"{name} does not exist"
+    return PrepError(what, f"the folder of a training run has a {RECIPE_FILE}", "`prep report runs/NAME`")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
+    except ValueError as error:
+        raise PrepError(f"{path} is not TOML", str(error)) from error
+
+
+def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield dotted key and value of each key of a recipe."""
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", to_toml(item)) for key, item in value.items())
+        else:
+            yield name, to_toml(value)
+
+
+def _read_environment(path: Path) -> dict[str, Any]:
+    try:
+        environment = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
+    except ValueError as error:
+        raise PrepError(f"{path} is not JSON", str(error)) from error
+    return environment if isinstance(environment, dict) else {}
+
+
+def _folder_nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,122 @@
+"""`prep report`: the page of training runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.errors import FAILED, OK, PrepError
+from prepcli.formats.run_steps import RECIPE_FILE
+from prepcli.inspection.run_record import ENVIRONMENT_FILE
+from trainer.training.metrics import METRICS_FILE
+
+
+def make_run(folder: Path, *, lr: float = 1e-3, num_lines: int = 30, **environment: Any) -> Path:
+    """Write the files of a run without checkpoints."""
+    folder.mkdir(parents=True)
+    (folder / RECIPE_FILE).write_text(f'name = "{folder.name}"\nseed = 3\n[optimizer]\nlr = {lr}\n')
+    lines: list[dict[str, Any]] = [{"step": 0, "eval_loss": 5.0, "eval_perplexity": 148.4, "eval_tokens": 90}]
+    for step in range(1, num_lines + 1):
+        values = {"loss": 5 / step, "lr": lr / step, "grad_norm": None, "tokens": 128 * step, "skipped": 0}
+        lines.append({"step": step, **values, "seconds": 0.5, "tokens_per_s": 256.0})
+    (folder / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if environment:
+        (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment))
+    return folder
+
+
+class Page(HTMLParser):
+    """The elements and the text of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text("utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts += [data.strip()] if data.strip() else []
+
+    def count(self, name: str) -> int:
+        return sum(tag == name for tag, _ in self.tags)
+
+
+def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(
+        tmp_path / "one", steps=40, device_kind="TPU v5p", data={"train_sequences": 1234}, versions={"jax": "1"}
+    )
+    assert main(["report", str(run), "--json"]) == OK
+    document = json.loads(capsys.readouterr().out)
+    assert document["output"] == str(run / "report.html")
+    (summary,) = document["runs"]
+    assert (summary["step"], summary["steps"], summary["tokens"], summary["skipped"]) == (30, 40, 3840, 0)
+    assert (summary["loss"], summary["eval_loss"], summary["tokens_per_s"]) == (5 / 30, 5.0, 256.0)
+    page = Page(run / "report.html")
+    assert {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"} <= {*page.texts}
+    assert page.count("svg") == 4, "loss, evaluation loss, learning rate and tokens per second; no finite grad norm"
+    assert {"optimizer.lr", "1e-3", "TPU v5p", "1,234", "30 / 40"} <= {*page.texts}
+    assert any(tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in page.tags)
+
+
+def test_page_requests_nothing_and_escapes_names(tmp_path: Path):
+    run = make_run(tmp_path / "<b>&", host="<script>alert(1)</script>")
+    page = Page(prep.report(run, tmp_path / "page.html").path)
+    assert page.count("script") == page.count("link") == page.count("img") == page.count("b") == 0
+    assert not re.search(r"https?://|url\(|@import", page.source)
+    assert "<script>alert(1)</script>" in page.texts
+
+
+def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=3e-3)
+    assert main(["report", str(first), str(second), "--out", str(tmp_path / "x.html"), "--json"]) == OK
+    assert json.loads(capsys.readouterr().out)["changed_keys"] == ["name", "optimizer.lr"]
+    page = Page(tmp_path / "x.html")
+    strokes = [attributes["stroke"] for tag, attributes in page.tags if tag == "polyline"]
+    assert strokes == ["var(--run0)", "var(--run1)"] * 4
+    rows = re.findall(r'<tr class="changed"><td><code>(.*?)</code>', page.source)
+    assert rows == ["name", "optimizer.lr"]
+
+
+def test_runs_with_one_folder_name_are_shown_by_path(tmp_path: Path):
+    paths = [make_run(tmp_path / name / "run") for name in ("a", "b")]
+    report = prep.report(paths, tmp_path / "x.html")
+    assert [run["run"] for run in report.runs] == [str(path) for path in paths]
+    assert {str(path) for path in paths} <= {*Page(report.path).texts}
+
+
+def test_run_without_metrics_has_a_page(tmp_path: Path):
+    run = make_run(tmp_path / "new")
+    (run / METRICS_FILE).unlink()
+    report = prep.report(run)
+    assert (report.path, report.runs[0]["loss"]) == (run / "report.html", None)
+    assert Page(report.path).count("svg") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [(RECIPE_FILE, None, "is not a run"), (RECIPE_FILE, "x = ", "is not TOML"), (ENVIRONMENT_FILE, "{", "is not JSON")],
+)
+def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, what: str):
+    run = make_run(tmp_path / "run")
+    if text is None:
+        (run / name).unlink()
+    else:
+        (run / name).write_text(text)
+    with pytest.raises(PrepError, match=what):
+        prep.report(run)
+
+
+def test_missing_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(tmp_path / "none")]) == FAILED
+    assert "does not exist" in capsys.readouterr().err

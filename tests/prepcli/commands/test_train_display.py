@@ -1,0 +1,112 @@
+"""The display of a training run: lines for logs, and a view that is redrawn in place."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from prepcli.commands.train_display import LineDisplay, LiveDisplay
+from prepcli.console.live_block import Line
+from prepcli.console.run_status import RunStatus
+from prepcli.console.ui import Ui
+
+LOG_LINE: dict[str, Any] = {
+    "step": 20,
+    "loss": 2.5,
+    "lr": 1e-4,
+    "grad_norm": 0.25,
+    "tokens": 20_480,
+    "skipped": 0,
+    "seconds": 0.5,
+    "tokens_per_s": 2048.0,
+    "mfu": 0.42,
+    "memory_bytes": 3 << 30,
+}
+EVALUATION = {"step": 20, "eval_loss": 2.0, "eval_perplexity": 7.389, "eval_tokens": 1000}
+
+
+@dataclass
+class FakeBlock:
+    """A block of 80 columns that keeps its drawings."""
+
+    width: int = 80
+    drawings: list[str] = field(default_factory=list)
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        self.drawings.append("\n".join("".join(text for text, _ in line) for line in lines))
+
+    def close(self) -> None:
+        self.drawings.append("closed")
+
+
+def make_display() -> tuple[Any, FakeBlock, list[float]]:
+    block, now = FakeBlock(), [100.0]
+    fake: Any = block
+    return LiveDisplay(fake, RunStatus("run", 100, memory_limit_nbytes=4 << 30), lambda: now[0]), block, now
+
+
+def test_live_display_shows_the_events_of_a_run():
+    display, block, now = make_display()
+    display.on_phase("compile")
+    assert "compiling" in block.drawings[-1]
+    display.on_phase("step 1")
+    now[0] += 65
+    display.on_log(LOG_LINE, 40.0)
+    assert block.drawings[-1].splitlines() == [
+        "run  training  1:05  40 s left",
+        "━" * 8 + "─" * 32 + "  20/100  20%",
+        "loss    2.5000",
+        "lr      1.00e-04  grad norm 0.25",
+        "speed   2.0k tok/s  0.50 s/step  MFU 42.0%",
+        "memory  3.00 of 4.00 GiB at most per device",
+    ]
+    display.on_evaluate(EVALUATION)
+    display.on_save(20, 1.25)
+    assert block.drawings[-1].splitlines()[-2:] == [
+        "eval    loss 2.0000  perplexity 7.39  at step 20",
+        "saved   step 20 in 1.2 s",
+    ]
+
+
+@pytest.mark.parametrize(("step", "phase"), [(100, "finished"), (60, "stopped")])
+def test_live_display_leaves_the_final_state(step: int, phase: str):
+    display, block, _ = make_display()
+    display.on_log({**LOG_LINE, "step": step}, 0.0)
+    display.on_phase(f"save {step}")
+    display.close()
+    *_, last, closed = block.drawings
+    assert (last.splitlines()[0].split()[1], closed) == (phase, "closed")
+
+
+def test_live_display_redraws_at_most_ten_times_per_second():
+    display, block, now = make_display()
+    display.on_log(LOG_LINE, 40.0)
+    for step in range(21, 41):
+        now[0] += 0.0625
+        display.on_phase(f"step {step + 1}")
+        display.on_step(step)
+    drawn = [drawing.splitlines() for drawing in block.drawings]
+    shown = [lines[1].split()[1] for lines in drawn]
+    assert shown == ["20/100", "20/100", *(f"{step}/100" for step in range(23, 41, 2))]
+    assert drawn[-1][0].endswith("30 s left")
+
+
+def test_lines_have_no_escape_sequences():
+    stream = io.StringIO()
+    display = LineDisplay(Ui("train", err=stream), 100)
+    display.on_phase("compile")
+    display.on_compile(1.5)
+    display.on_step(20)
+    display.on_log(LOG_LINE, 40.0)
+    display.on_evaluate(EVALUATION)
+    display.on_save(20, 1.25)
+    assert stream.getvalue().splitlines() == [
+        "compiled in 1.5 s",
+        "step  20/100  loss 2.5000  lr 1.00e-04  2.0k tok/s  0.50 s/step  40 s left",
+        "evaluated at step 20: loss 2.0000  perplexity 7.39  tokens 1,000",
+        "saved step 20 in 1.2 s",
+    ]

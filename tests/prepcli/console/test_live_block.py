@@ -1,0 +1,108 @@
+"""Lines that are redrawn in place on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+import pytest
+
+from prepcli.console.live_block import LiveBlock
+from prepcli.console.ui import QUIET, Ui
+from tests.helpers.screen import Screen
+
+
+@dataclass
+class Terminal:
+    """A pseudo-terminal: the stream of a program, and the screen that its bytes make."""
+
+    stream: TextIO
+    descriptor: int
+    screen: Screen
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read(self) -> list[str]:
+        """Return the text of the screen."""
+        self.stream.flush()
+        os.set_blocking(self.descriptor, False)
+        try:
+            while data := os.read(self.descriptor, 1 << 16):
+                self.screen.feed(data.decode())
+        except BlockingIOError:
+            pass
+        return self.screen.text().splitlines()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Return a terminal of 40 columns."""
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", encoding="utf-8") as stream:
+        made = Terminal(stream, master, Screen())
+        made.resize(40)
+        yield made
+    os.close(master)
+
+
+def test_block_is_redrawn_in_place_and_stays(terminal: Terminal):
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "bold")], [("loss 3", "")]])
+    assert terminal.read() == ["step 1", "loss 3"]
+    block.draw([[("step 2", "bold")], [("loss 2", "")], [("saved", "")]])
+    assert terminal.read() == ["step 2", "loss 2", "saved"]
+    block.close()
+    terminal.stream.write("after\n")
+    assert terminal.read() == ["step 2", "loss 2", "saved", "after"]
+
+
+def test_text_is_printed_above_the_block(terminal: Terminal):
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "")]])
+    print("\x1b[1;33mwarning:\x1b[0m [disk] is full", file=block.stream)
+    block.draw([[("step 2", "")]])
+    print("x" * 60, file=block.stream)
+    assert terminal.read() == ["warning: [disk] is full", "x" * 60, "step 2"]
+    block.close()
+
+
+def test_lines_are_cut_at_the_new_width(terminal: Terminal):
+    block = LiveBlock(terminal.stream)
+    block.draw([[("a" * 50, "")]])
+    assert (block.width, terminal.read()) == (40, ["a" * 40])
+    terminal.resize(60)
+    block.draw([[("b" * 70, "")]])
+    assert (block.width, terminal.read()) == (60, ["b" * 60])
+    block.close()
+
+
+def test_ui_opens_a_block_only_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    def is_live(ui: Ui) -> bool:
+        block = ui.open_live_block()
+        if block is not None:
+            block.close()
+        return block is not None
+
+    ui = Ui("train", err=terminal.stream)
+    assert is_live(ui)
+    assert is_live(ui.for_process(0))
+    assert not is_live(ui.for_process(1))
+    assert not is_live(ui.for_process(0, all_print=True))
+    assert not is_live(Ui("train", err=terminal.stream, level=QUIET))
+    assert not is_live(Ui("train", err=terminal.stream, progress_mode="lines"))
+    with open(os.devnull, "w", encoding="utf-8") as stream:
+        assert not is_live(Ui("train", err=stream))
+    with os.fdopen(os.dup(terminal.stream.fileno()), "w", encoding="latin-1") as stream:
+        assert not is_live(Ui("train", err=stream))
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_live(ui)

@@ -1,0 +1,66 @@
+"""Metrics as TensorBoard event files (extra `tensorboard`; TensorFlow is not needed)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trainer.models.errors import PrepError
+from trainer.training.metrics import metric_values
+
+
+class TensorBoardLog:
+    """MetricsLog that appends an event file to a folder.
+
+    The file begins with the step after which the run continues: TensorBoard then ignores later steps of earlier files,
+    because the run takes them again.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Open a new event file.
+
+        Args:
+            folder: Folder of the event files.
+            step: Start step of the run.
+
+        Raises:
+            PrepError: tensorboard is not installed, or the folder cannot be written.
+        """
+        try:
+            event_pb2, summary_pb2 = (
+                import_module(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary")
+            )
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            what, hint = "`log.tensorboard` needs TensorBoard", "`pip install 'prepcli[tensorboard]'`"
+            raise PrepError(what, "tensorboard is not installed", hint) from None
+        self.folder = folder
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        try:
+            self._writer = EventFileWriter(str(folder))
+        except OSError as error:
+            raise self._error(error) from error
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(self._event(wall_time=time.time(), step=step + 1 if step else 0, session_log=start))
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append the numbers of a line, visible to readers at once; raise PrepError if the disk refuses them."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in metric_values(line).items()]
+        self._add(self._event(wall_time=time.time(), step=line["step"], summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        try:
+            self._writer.add_event(event)
+            self._writer.flush()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def _error(self, error: OSError) -> PrepError:
+        return PrepError(f"cannot write {self.folder}", error.strerror or str(error))
