@@ -82,4 +82,4 @@ def test_train_takes_the_name_of_a_shipped_recipe(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["train", "gpt2", "--set", "mesh=8,1,1"]) != OK
-    assert "gpt2-init" in capsys.readouterr().err
+    assert "data/train.jsonl" in capsys.readouterr().err
