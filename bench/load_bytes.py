@@ -76,7 +76,7 @@ def load_with_prep(options: argparse.Namespace) -> tuple[Any, int, int]:
         multihost_utils.sync_global_devices("opened")
         opening_nbytes = sent_nbytes(options) if options.counts else 0
         loader = LeafLoader(opened.reader, exchanges=options.load != "own")
-        params = load_leaves(loader, opened.model, sharding=opened.sharding, dtype_of=lambda path: "float32")
+        params = load_leaves(loader, opened.model.leaves, sharding=opened.sharding, dtype_of=lambda path: "float32")
         read_nbytes = sent_nbytes(options) - opening_nbytes if options.counts else opened.reader.read_nbytes
         return params, read_nbytes, opening_nbytes
 

@@ -85,7 +85,7 @@ def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Itera
     num_chunks = STATE_COPIES * split * sum(leaf.shape[0] if leaf.path.startswith("layers.") else 1 for leaf in leaves)
     yield f"{num_hosts:,} hosts, {num_devices:,} devices, {options.model}, state over", f"{split:,} devices"
     yield "start: processes that connect and are compared", f"{3 * num_hosts / rates.writes:.1f} s"
-    interval_s = WatchSettings(HEARTBEAT_TIMEOUT_S, 0.0, "").interval_s(num_hosts)
+    interval_s = WatchSettings(HEARTBEAT_TIMEOUT_S, 0.0, {}).interval_s(num_hosts)
     calls_per_s = 2 * num_hosts / interval_s  # each process writes its heartbeat and reads the decision of process 0
     yield f"heartbeats: calls at process 0, every {interval_s:.0f} s", f"{calls_per_s:,.0f}/s"
     yield "  share of what the service answers here", f"{calls_per_s / rates.writes:.0%}"
@@ -104,7 +104,7 @@ def estimate(options: argparse.Namespace, rates: Rates, num_hosts: int) -> Itera
 
 
 def storage_s(options: argparse.Namespace, nbytes: float, num_hosts: int) -> float:
-    """Return the seconds that a number of hosts need for bytes of storage, divided equally."""
+    """Return the seconds needed by a number of hosts for bytes of storage, divided equally."""
     return nbytes / GB / min(options.total_gb_s, options.store_gb_s * num_hosts)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prepcli.api.compute import generate, load_params, train
     from prepcli.api.conversions import (
         export,
+        merge,
         pad_vocab,
         plan_export,
         plan_pad_vocab,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         DropOptions,
         ExportOptions,
         LayoutOptions,
+        MergeOptions,
         ModuleOptions,
         NewRowOptions,
         PadVocabOptions,
@@ -57,6 +59,7 @@ __all__ = [
     "Generation",
     "Inspection",
     "LayoutOptions",
+    "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
     "OutputExistsError",
@@ -78,6 +81,7 @@ __all__ = [
     "inspect",
     "linen_model",
     "load_params",
+    "merge",
     "nnx_model",
     "pad_vocab",
     "plan_export",

@@ -38,7 +38,7 @@ COMPUTES = {  # modules that start jax, or list its devices
     ),
     *(
         f"prepcli.commands.train_{name}"
-        for name in ("prepare", "processes", "report", "result", "run", "start", "together")
+        for name in ("data", "lora", "prepare", "processes", "report", "result", "run", "start", "together")
     ),
     "prepcli.api.compute",
     "prepcli.testing",

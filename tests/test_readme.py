@@ -18,6 +18,7 @@ import pytest
 from prepcli.cli.docs_page import cli_page
 from prepcli.cli.main import main
 from prepcli.testing.checkpoints import read_checkpoint
+from tests.helpers.adapters import make_adapter
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import write_tokenizer
@@ -59,6 +60,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     write_tokenizer(tmp_path / "gpt-neo-1.3B")
+    make_adapter(tmp_path / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
     return tmp_path
 
 

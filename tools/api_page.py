@@ -62,7 +62,7 @@ def _is_other_type(value: type) -> bool:
 
 
 def _classes_of(module: Any) -> Iterator[type]:
-    """Yield the public classes that a module defines, in its order."""
+    """Yield the public classes of a module, in its order."""
     for name, value in vars(module).items():
         if isinstance(value, type) and value.__module__ == module.__name__ and not name.startswith("_"):
             yield value

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from prepcli.api.caller_terms import conversion_annotations, to_callers_terms
 from prepcli.api.options import (
     ExportOptions,
+    MergeOptions,
     PadVocabOptions,
     PathLike,
     ReshardOptions,
@@ -24,6 +25,7 @@ from prepcli.api.public import public
 from prepcli.api.results import Conversion
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import export as export_command
+from prepcli.commands import merge as merge_command
 from prepcli.commands import pad_vocab as pad_vocab_command
 from prepcli.commands import save_init as save_init_command
 from prepcli.commands.conversion import CommonOptions, PlannedConversion, open_checkpoint
@@ -232,6 +234,37 @@ def plan_export(checkpoint: PathLike, **options: Unpack[ExportOptions]) -> Plan:
     """
     request = _export_request(checkpoint, None, options)
     return _plan(request.common, lambda source, located: export_command.plan_export(request, source, located))
+
+
+@public
+def merge(
+    adapter: PathLike,
+    base: PathLike,
+    out: PathLike | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[MergeOptions],
+) -> Conversion:
+    """Add a LoRA adapter to the weights of its base model, and write a Hugging Face folder.
+
+    Args:
+        adapter: Folder of an adapter in the format of PEFT.
+        base: Folder, alias, hub id, or `gs://`/`s3://` URL of the base model.
+        out: Output folder; default: a name made from the base's.
+        progress: Receives the bytes written; default: none. See `Progress`.
+        **options: See `MergeOptions`.
+
+    Returns:
+        The output's path and counts. If an equal output exists, no file is written: `already_done` is True.
+
+    Raises:
+        UsageError: An argument is invalid.
+        OutputExistsError: `out` exists and is not the result of this request.
+        DamagedError: Files of the base are damaged.
+        PrepError: The adapter does not fit the base, or the merge failed. An interrupted one resumes when called again.
+    """
+    request = merge_command.MergeRequest(Path(adapter), common_options(base, out, options))
+    return _convert("merge", lambda ui: merge_command.merge(request, ui), progress)
 
 
 def _pad_vocab_request(checkpoint: PathLike, out: PathLike | None, options: Any) -> pad_vocab_command.PadVocabRequest:

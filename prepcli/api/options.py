@@ -176,12 +176,27 @@ class ExportOptions(ConversionOptions, total=False):
     allow_overflow: bool
 
 
+class MergeOptions(SourceOptions, total=False):
+    """Options of `merge`. The options of `SourceOptions` are for the base.
+
+    Attributes:
+        overwrite: Replace another output of prep; default: False.
+        restart: Discard the work of an interrupted run; default: False.
+        allow_overflow: Write infinity for sums too large for the base's dtype; default: False, which raises.
+    """
+
+    overwrite: bool
+    restart: bool
+    allow_overflow: bool
+
+
 # The keyword options of the function of each command.
 OPTIONS_BY_COMMAND = {
     "pad-vocab": PadVocabOptions,
     "save-init": SaveInitOptions,
     "reshard": ReshardOptions,
     "export": ExportOptions,
+    "merge": MergeOptions,
 }
 
 

@@ -17,7 +17,7 @@ from prepcli.errors import usage_error
 def save_params(params: Mapping[str, Any], out: PathLike, *, like: PathLike, **options: Unpack[SourceOptions]) -> Path:
     """Write parameters as an Orbax checkpoint, which `export`, `train` and all other functions read.
 
-    The values are written as they are. The arrays must be those of one process.
+    The values are written as they are. One process must hold the arrays.
 
     Args:
         params: The tree of `load_params`, with layers stacked on the first axis: of arrays of JAX or NumPy.

@@ -1,4 +1,4 @@
-"""Commands that write a checkpoint: pad-vocab, save-init, reshard, export."""
+"""Commands that write a checkpoint: pad-vocab, save-init, reshard, export, merge."""
 
 from __future__ import annotations
 
@@ -245,6 +245,42 @@ def export(
             dtype=dtype,
         )
         return ui.finish(export_and_push(request, push, private, ui))
+
+
+@expand_option_groups
+def merge(
+    context: typer.Context,
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter.", show_default=False)],
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="Its base model: a folder, alias (see: prep models) or hub id.", show_default=False
+        ),
+    ],
+    allow_overflow: AllowOverflowOption = False,
+    config: ConfigOption = None,
+    *,
+    write_options: WriteOptions,
+    hub_options: HubOptions,
+    output_options: OutputOptions,
+    progress: ProgressOption = "auto",
+) -> int:
+    """Add a LoRA adapter to its base model.
+
+    The output is a Hugging Face folder. The product of the adapter's matrices is added in float32, and each value is
+    rounded once.
+
+    Examples:
+      prep merge my-adapter llama-7b --out merged
+      prep merge my-adapter llama-7b-init --memory 128MiB
+    """
+    from prepcli.commands.merge import MergeRequest
+    from prepcli.commands.merge import merge as run
+
+    ui = output_options.open_console("merge", progress)
+    common = _common_options(context, base, write_options, hub_options, config=config, allow_overflow=allow_overflow)
+    with raise_on_signal():
+        return ui.finish(run(MergeRequest(adapter, common), ui))
 
 
 def _common_options(

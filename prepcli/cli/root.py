@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prepcli.cli.conversion import export, pad_vocab, reshard, save_init
+from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
 from prepcli.cli.plan import plan
@@ -42,7 +42,7 @@ from prepcli.errors import USAGE
 from prepcli.execution.signals import Interrupted, notes_of
 
 COMMANDS = (  # in the order of `--help`
-    *(pad_vocab, save_init, reshard, export, verify, inspect),
+    *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
     *(plan, train, generate),
     *(demo, models, recipes, check_family, env),
 )

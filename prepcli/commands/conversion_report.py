@@ -54,7 +54,7 @@ def plan_fields(plan: Plan, ui: Ui) -> dict[str, Any]:
                 for s in plan.streams
                 if s.fill
             ],
-            "changed_values": None if any(stream.cast_to for stream in plan.streams) else 0,
+            "changed_values": None if any(stream.is_changed for stream in plan.streams) else 0,
         },
         "chunks": plan.chunk_count,
         "casts": casts.report_casts(plan.streams),
@@ -102,7 +102,7 @@ def compression_line(compression: Mapping[str, Any]) -> str:
 
 
 def dry_run_line(plan: Plan, out: Path) -> str:
-    """Describe the output that a plan would write."""
+    """Describe the output of a plan."""
     dropped = f", {_dropped_text(plan)}" if _dropped_text(plan) else ""
     chunks = f" in {plan.chunk_count:,} chunks of {len(plan.leaves)} leaves" if plan.leaves else ""
     return (

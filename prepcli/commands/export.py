@@ -14,6 +14,7 @@ from prepcli.commands.conversion import (
     output_config,
     run_conversion,
 )
+from prepcli.commands.export_adapter import plan_adapter_export
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
@@ -132,7 +133,15 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
     Raises:
         PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
     """
+    if "lora" in source.tree_manifest:
+        _check_adapter_request(request, source)
+        return plan_adapter_export(source, located, request.dtype)
     _check_request(request, source)
+    return plan_copy(request, source, located)
+
+
+def plan_copy(request: ExportRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
+    """Plan an export whose request has been checked; see `plan_export`."""
     vocabulary = source.vocabulary(request.true_vocab)
     vocab_rows = vocabulary.stored_size if request.keep_padding else vocabulary.true_size
     tied_head = {source.family.tying.head_tensor} if _stores_tied_head(request, source) else set()
@@ -216,6 +225,14 @@ def _check_request(request: ExportRequest, source: Source) -> None:
     if is_unchanged and source.tensor_file_names and not source.manifest and _is_all_safetensors(source):
         why = "it is a Hugging Face folder that transformers reads already"
         raise usage_error(f"cannot export {source.display_name}", why, f"`prep save-init {source.display_name}`")
+
+
+def _check_adapter_request(request: ExportRequest, source: Source) -> None:
+    """Raise UsageError for options of complete models."""
+    if request.layout != HF_LAYOUT or request.file_format is not None or request.keep_padding:
+        what = "`--layout`, `--format` and `--keep-padding` are not supported for adapters"
+        why = f"{source.display_name} has only adapters, which are written in the format of PEFT"
+        raise usage_error(what, why, "`prep merge ADAPTER BASE` writes a complete model")
 
 
 def _stores_tied_head(request: ExportRequest, source: Source) -> bool:

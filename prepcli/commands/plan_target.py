@@ -53,7 +53,7 @@ class PlanTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The parts of a checkpoint that a plan needs; the manifest is empty if prep did not write the checkpoint."""
+    """The parts of a checkpoint for a plan; the manifest is empty if prep did not write the checkpoint."""
 
     model: PlannedModel
     origin: str
@@ -101,7 +101,7 @@ def _recipe_path(target: str) -> Path:
 
 
 def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:
-    """Read the model that a recipe starts from."""
+    """Read the start model of a recipe."""
     if table.path is not None:
         return _read_checkpoint(table.path, config, offline=offline, ui=ui)
     if config is not None:

@@ -22,7 +22,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.compress import METHOD, parse_compress
-from prepcli.formats.manifest import PREP_KEYS, STATE_ITEM, find_manifest_folder, read_manifest
+from prepcli.formats.manifest import ADAPTER_KEYS, PREP_KEYS, STATE_ITEM, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, MatchOptions
 from prepcli.planning.plan import DroppedTensor, Plan
@@ -231,6 +231,7 @@ def _manifest_settings(source: Source, located: LocatedCheckpoint, layout: _Item
     step_fields = {key: value for key, value in layout.source_manifest.items() if key not in PREP_KEYS or key == "step"}
     return {
         **(step_fields if layout.is_training_step else {}),
+        **{key: value for key, value in layout.source_manifest.items() if key in ADAPTER_KEYS},
         "name": located.model_name,
         "kind": "train" if layout.is_training_step else "init",
         "family": source.family.name,

@@ -18,8 +18,10 @@ from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
 from prepcli.commands.recipes import find_recipe
 from prepcli.commands.train_checks import check_config
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import kept_note, open_metrics, store_metrics, write_recipe
 from prepcli.commands.train_folder import check_shared_folder, run_place
+from prepcli.commands.train_lora import base_facts, check_base, with_adapters
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
 from prepcli.commands.train_report import TrainReporter, run_summary_lines
@@ -33,8 +35,6 @@ from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
-from prepcli.restore.item_reader import ItemReader
-from prepcli.restore.weights_reader import WeightsReader
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
     ):
         start, sharding = _open_start_checkpoint(loaded, place, request, group=group, ui=ui)
         stack.enter_context(start.reader)
+        if start.adapters is not None:
+            stack.enter_context(start.adapters)
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
@@ -122,7 +124,14 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
         with start.rename_in_errors():
-            state = _load_train_state(run, start.reader)
+            state = _load_train_state(run, start)
+        if start.lora is not None:
+            assert run.recipe.model.path is not None
+            facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
+            if run.step:
+                check_base(start.state_reader.manifest, facts)
+            job_fields = {**run.job.manifest_fields, **facts}
+            run = replace(run, job=replace(run.job, manifest_fields=job_fields))
     return _run_training(run, state, restart=request.restart, job=job)
 
 
@@ -174,9 +183,10 @@ def _open_start_checkpoint(
     slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
     recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
     recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
-    check_inputs(loaded.recipe)
+    check_inputs(loaded.recipe, DataFinder(make_access(ui, offline=request.offline), ui.note))
     check_devices(loaded.recipe, recipe_sharding)
-    if last_step := _last_step(place, request, group):
+    lora, last_step = loaded.recipe.lora, _last_step(place, request, group)
+    if last_step and not lora.is_enabled:
         start = open_last_step(place, last_step, verify=request.verify)
     else:
         start = open_model_start(
@@ -188,6 +198,8 @@ def _open_start_checkpoint(
                 check_config, recipe=loaded.recipe, sharding=recipe_sharding, ui=ui, force=request.force
             ),
         )
+    if lora.is_enabled:
+        start = with_adapters(start, lora, place, last_step=last_step, verify=request.verify)
     if request.restart:
         check_restart_source(start, place, loaded.recipe)
     sharding = make_sharding_context(mesh, partition_rules(loaded.recipe, start.manifest), slices=slices)
@@ -201,21 +213,22 @@ def _last_step(place: RunPlace, request: TrainRequest, group: ProcessGroup) -> i
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _load_train_state(run: Run, reader: ItemReader | WeightsReader | RandomReader) -> TrainState:
+def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
     """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
     from trainer.training.loading import init_state, random_state, restore_state
     from trainer.training.step import has_optimizer_state
 
-    if isinstance(reader, RandomReader):
+    base, reader = start.reader, start.state_reader
+    if isinstance(base, RandomReader) or isinstance(reader, RandomReader):
         return random_state(run.job.setup, run.recipe.seed)
     if not run.step:
-        return init_state(reader, run.job.setup)
+        return init_state(base, run.job.setup, start.adapters)
     is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
     if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
         hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
         raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
-    return restore_state(reader, run.job.setup)
+    return restore_state(reader, run.job.setup, None if start.adapters is None else base)
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
@@ -255,6 +268,7 @@ def _open_store(run: Run, mesh: str, ui: Ui) -> RunFolder:
         config=run.config,
         mesh=mesh,
         rules=run.recipe.rules,
+        lora=run.lora,
         group=run.group,
         free_memory_nbytes=lambda: None if (free := free_memory()) is None else free // run.processes_per_host,
         note=ui.warn,

@@ -70,7 +70,7 @@ def check_machine(
             ui.warn(warning)
     check_memory(plan, model, sharding.rules, available_nbytes=available, ui=ui, force=force)
     if group.index == 0 and place.is_on_disk and not place.steps():
-        check_disk(place.local_folder, checkpoint_nbytes(recipe, plan.inputs.leaves))
+        check_disk(place.local_folder, checkpoint_nbytes(recipe, plan.inputs.saved_leaves))
     return memory_fields(plan.memory, available)
 
 

@@ -10,6 +10,7 @@ from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.formats.run_steps import RECIPE_FILE
+from trainer.data.store_journal import read_journal
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
 
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def kept_note(place: RunPlace) -> str:
-    """Describe the data of a run that the next start uses; empty if there is none."""
+    """Describe the data of a run for the next start; empty if there is none."""
     kept = {place.name: [f"step {step}" for step in place.known_steps()[-1:]]}
-    tokens = (place.local_folder / TOKENS_FOLDER).glob("*")
-    if any(path.is_dir() and not path.name.endswith(".partial") for path in tokens):
+    stores = [path for path in (place.local_folder / TOKENS_FOLDER).glob("*") if path.is_dir()]
+    if any(not path.name.endswith(".partial") for path in stores):
         kept.setdefault(str(place.local_folder), []).append("the tokens")
+    elif any(state.meta.n_tokens for path in stores for state in read_journal(path)):
+        kept.setdefault(str(place.local_folder), []).append("a part of the tokens")
     return "; ".join(f"kept in {where}: {', '.join(names)}" for where, names in kept.items() if names)
 
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
+from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_files import changed_keys
+from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.commands.train_start import StartCheckpoint
@@ -56,7 +59,7 @@ def prepare_run(
     from trainer.training.datasets import build_datasets
 
     recipe, step = loaded.recipe, start.resume_step
-    manifest = start.manifest if step else setup.override_config(start.manifest, recipe)
+    manifest = start.manifest if step and start.lora is None else setup.override_config(start.manifest, recipe)
     model = setup.model_from_manifest(manifest)
     setup.check_model_layout(recipe, model, sharding)
     setup.check_seq_length(recipe.data, model)
@@ -74,16 +77,16 @@ def prepare_run(
         is_dry_run=request.dry_run,
         force=request.force,
     )
-    folders = {"tokenizer": start.tokenizer_folder, "cache": place.local_folder / TOKENS_FOLDER}
-    if scratch_dir is not None:
-        folders["spare"] = scratch_dir
+    folders = _token_folders(start, place, scratch_dir)
+    progress = tokenize_progress(ui)
     datasets = build_datasets(
         recipe,
         model,
         manifest=manifest,
         folders=folders,
         group=group,
-        progress=tokenize_progress(ui),
+        remote=DataFinder(make_access(ui, offline=request.offline), ui.note),
+        progress=progress,
         note=ui.note,
     )
     job = setup.build_job(
@@ -96,6 +99,7 @@ def prepare_run(
         manifest_fields={"recipe": recipe_to_toml(recipe, loaded.origins)},
         token_functions=request.token_functions,
         stop_after=request.stop_after,
+        frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
     )
     run = Run(
         loaded,
@@ -108,10 +112,17 @@ def prepare_run(
         memory=memory,
         group=group,
         processes_per_host=processes_per_host,
+        lora=start.lora,
     )
     if group.index == 0:  # the others may not see the run's folder
-        _check_job(run, manifest, model, ui)
+        _check_job(run, start.state_reader.manifest, model, ui)
     return run
+
+
+def _token_folders(start: StartCheckpoint, place: RunPlace, scratch_dir: Path | None) -> dict[str, Path]:
+    """Return the folders of the tokenizer and of tokens; see `build_datasets`."""
+    folders = {"tokenizer": start.tokenizer_folder, "cache": place.local_folder / TOKENS_FOLDER}
+    return folders if scratch_dir is None else {**folders, "spare": scratch_dir}
 
 
 def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) -> None:
@@ -124,5 +135,6 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
         check_resumable(manifest, job, changed=changed_keys(run.place.recipe_file(), recipe), step=step)
     for warning in run_warnings(recipe, job):
         ui.warn(warning)
-    for warning in disk_warnings(run.folder, recipe, model.leaves, job.steps - step) if run.place.is_on_disk else ():
+    num_steps = job.steps - step
+    for warning in disk_warnings(run.folder, recipe, model.trained_leaves, num_steps) if run.place.is_on_disk else ():
         ui.warn(warning)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prepcli.console.formatting import format_bytes, format_duration, format_time_left
 from prepcli.console.ui import Ui
+from prepcli.planning.tensors import itemsize
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
 from trainer.models.chunk_sizes import WHOLE
@@ -16,6 +18,7 @@ from trainer.models.rule_text import rule_texts
 
 if TYPE_CHECKING:
     from trainer.nn.kernels.options import AttentionOptions
+    from trainer.nn.model_spec import ModelSpec
     from trainer.recipe import Recipe
     from trainer.training.loop import Job
 
@@ -35,11 +38,18 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
     mesh, leaves = setup.forward_config.sharding.mesh, setup.model.leaves
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
-        device_nbytes = format_bytes(3 * param_nbytes_per_device(leaves, setup.forward_config.sharding))
-        yield f"mesh {axes} = {mesh.n_devices} devices; {device_nbytes} of parameters and moments per device"
+        sharding, trained = setup.forward_config.sharding, setup.model.trained_leaves
+        device_nbytes = 3 * param_nbytes_per_device(trained, sharding) + sum(
+            param_nbytes_per_device({path: leaves[path]}, sharding, itemsize(setup.frozen_dtypes.get(path, "float32")))
+            for path in setup.model.frozen_paths
+        )
+        size = format_bytes(device_nbytes)
+        yield f"mesh {axes} = {mesh.n_devices} devices; {size} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
-    yield from filter(None, [rope_text(setup.model.arch_config), dropout_text(setup.dropout)])
+    yield from filter(
+        None, [adapters_text(setup.model), rope_text(setup.model.arch_config), dropout_text(setup.dropout)]
+    )
     yield attention_text(kernel, setup.forward_config.attention_options)
     parts = f" in {setup.accumulate} parts" if setup.accumulate > 1 else ""
     epochs = job.steps / job.order.steps_per_epoch
@@ -51,6 +61,16 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
         yield f"evaluation on {min(job.evaluation.n_rows, job.eval_limit or job.evaluation.n_rows):,} sequences"
     if step:
         yield f"resuming at step {step}"
+
+
+def adapters_text(model: ModelSpec) -> str:
+    """Return the adapters of a model and their size as text; empty without adapters."""
+    if model.adapters is None:
+        return ""
+    lora = model.adapters.config
+    trained, total = (sum(math.prod(leaf.shape) for leaf in x.values()) for x in (model.trained_leaves, model.leaves))
+    share = f"{trained:,} of {total:,} parameters are trained"
+    return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
 
 
 def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:
@@ -131,16 +151,29 @@ def _format_rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
 
 
-def tokenize_progress(ui: Ui) -> Callable[[int, int], None]:
-    """Return a callback that shows the progress of tokenizing (bytes done, total bytes), one bar per text."""
-    progress = ui.progress()
-    done_nbytes = -1
+def _format_tokens(count: int) -> str:
+    """Format as `3.1 M tokens` or `310 M tokens`."""
+    return f"{count / 1e6:,.{0 if count >= 10_000_000 else 1}f} M tokens"
 
-    def report_progress(nbytes: int, total: int) -> None:
-        nonlocal done_nbytes
+
+def tokenize_progress(ui: Ui) -> Callable[[int, int, int], None]:
+    """Return a callback that shows the progress of tokenizing, one bar per dataset.
+
+    It takes the bytes done, the total bytes, and the tokens made. The first call for a dataset has the bytes and tokens
+    of an interrupted run.
+    """
+    progress = ui.progress()
+    done_nbytes, shown_tokens = -1, ""
+
+    def report_progress(nbytes: int, total: int, n_tokens: int) -> None:
+        nonlocal done_nbytes, shown_tokens
         if done_nbytes < 0:
-            progress.begin("tokenize", total)
-            done_nbytes = 0
+            progress.begin("tokenize", total, nbytes)
+            done_nbytes = nbytes
+        tokens = _format_tokens(n_tokens)
+        if n_tokens and tokens != shown_tokens:
+            progress.note(tokens)
+            shown_tokens = tokens
         progress.advance(nbytes - done_nbytes)
         done_nbytes = nbytes
         if nbytes >= total:

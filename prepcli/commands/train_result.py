@@ -44,7 +44,7 @@ def run_fields(run: Run, step: int) -> dict[str, Any]:
 
     Args:
         run: The run.
-        step: The last step that was taken.
+        step: The last step taken.
     """
     steps = run.place.known_steps()
     return {

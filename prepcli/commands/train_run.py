@@ -49,6 +49,7 @@ class Run:
     memory: dict[str, Any]  # estimate in bytes
     group: ProcessGroup
     processes_per_host: int  # largest number on one host
+    lora: Mapping[str, Any] | None = None  # settings of the adapters that the run trains
 
     @property
     def folder(self) -> Path:

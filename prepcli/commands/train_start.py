@@ -1,4 +1,4 @@
-"""The checkpoint that a training run starts from."""
+"""The start checkpoint of a training run."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ class StartCheckpoint:
         reader: Reader of its parameters, and of the training state if it is a step; of no leaves for a random start.
         model: Folder of an Orbax checkpoint of prep, or the settings and files of another model.
         tokenizer_folder: Folder with the tokenizer.
-        resume_step: Step of the run that the checkpoint is; 0 if it is another model.
+        resume_step: Step of the run, if the checkpoint is one; 0 for another model.
         hint: The user's options if the checkpoint is damaged.
         name: URL of the checkpoint, if its folder has only placeholders of its files.
+        lora: Settings of the trained adapters of the run; None if it trains all parameters.
+        adapters: Reader of the adapters, and of the training state if the run is resumed; None for new ones.
     """
 
     reader: ItemReader | WeightsReader | RandomReader
@@ -95,6 +97,8 @@ class StartCheckpoint:
     resume_step: int = 0
     hint: str = RECREATE_HINT
     name: str = ""
+    lora: Mapping[str, Any] | None = None
+    adapters: ItemReader | WeightsReader | None = None
 
     def rename_in_errors(self) -> AbstractContextManager[None]:
         """Replace the folder of placeholders by the URL in the PrepErrors of the block."""
@@ -105,7 +109,13 @@ class StartCheckpoint:
     @property
     def manifest(self) -> Mapping[str, Any]:
         """Manifest that describes the model."""
-        return self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        manifest = self.model.manifest if isinstance(self.model, StartModel) else self.reader.manifest
+        return manifest if self.lora is None else {**manifest, "lora": self.lora}
+
+    @property
+    def state_reader(self) -> ItemReader | WeightsReader | RandomReader:
+        """Reader of the training state, if the run is resumed."""
+        return self.adapters or self.reader
 
     def check_remaining(self, ui: Ui, *, has_state: bool) -> None:
         """Check a checkpoint without checksums of its chunks; others are checked as they are read.
@@ -151,7 +161,7 @@ def open_model_start(
         recipe: The recipe.
         sharding: Mesh and rules of the recipe.
         access: How a remote checkpoint may be read.
-        verify: Check the bytes that are read against the digests of the checkpoint.
+        verify: Check the bytes against the digests of the checkpoint.
         check_config: Called with the config.json of a model, with the recipe's rotary embedding, before its tensors are
             matched.
 

@@ -14,6 +14,7 @@ MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
 MAX_SLAB_NBYTES = 32 * MIB  # larger slabs are not faster: their pages must be faulted in first
 MAX_BUFFERS = 8
+MIN_BUFFERS_NBYTES = 12 * MIB  # memory for buffers, besides the reserve and matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Budget:
         return free_nbytes - min(free_nbytes, _bookkeeping_nbytes(self.nbytes)) // 2
 
 
-def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
+def make_budget(nbytes: int, min_buffer_nbytes: int = 0, *, matrix_nbytes: int = 0) -> Budget:
     """Divide a memory limit into buffers.
 
     A quarter, at most 64 MiB, is reserved for the plan and the index. The rest becomes 4 to 8 buffers, or
@@ -47,6 +48,8 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
         nbytes: The limit.
         min_buffer_nbytes: Preferred minimum size of a slab. If two buffers of this size exceed the limit, it is ignored
             and there are four buffers. The engine acquires at most two at once.
+        matrix_nbytes: Memory for the matrices of low-rank updates. A quarter of the reserve is for them; the buffers
+            are smaller if they need more.
 
     Returns:
         The budget.
@@ -55,7 +58,13 @@ def make_budget(nbytes: int, min_buffer_nbytes: int = 0) -> Budget:
         UsageError: The limit is too small.
     """
     check_memory(nbytes, f"{nbytes // MIB}MiB")
-    usable_nbytes = nbytes - _bookkeeping_nbytes(nbytes)
+    reserved_nbytes = _bookkeeping_nbytes(nbytes)
+    usable_nbytes = nbytes - reserved_nbytes - max(0, matrix_nbytes - reserved_nbytes // 4)
+    if usable_nbytes < MIN_BUFFERS_NBYTES:
+        needed_nbytes = MIN_MEMORY_NBYTES + 2 * matrix_nbytes
+        what = f"`--memory {nbytes // MIB}MiB` is too small for the adapter"
+        why = f"its largest matrices need {format_bytes(matrix_nbytes)}"
+        raise usage_error(what, why, f"`--memory {-(-needed_nbytes // MIB)}MiB`")
     half_nbytes, quarter_nbytes = ((usable_nbytes // count - 2 * PAGE) // PAGE * PAGE for count in (2, 4))
     slab_nbytes = min(MAX_SLAB_NBYTES, quarter_nbytes)
     if min_buffer_nbytes > slab_nbytes:

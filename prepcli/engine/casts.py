@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,18 +95,17 @@ def parse_stream_digest(text: str) -> StreamDigest:
     return StreamDigest(read, written, counts)
 
 
-class StreamCast:
-    """The cast of a stream's values to another dtype, with counts and the digest of the result."""
+class ValueChange(ABC):
+    """A change of a stream's values, with counts and the digest of the result."""
 
     def __init__(self, source: str, target: str) -> None:
         self._source, self._target = numpy_dtype(source), numpy_dtype(target)
         self._wide = np.dtype(np.float64 if source == "float64" else np.float32)
-        self._is_exact = target == "float32" and source in ("float16", "bfloat16")
         self._state = xxhash.xxh3_128()
         self.counts = CastCounts()
 
-    def cast(self, data: ByteArray, out: ByteArray) -> ByteArray:
-        """Cast the stream's next values.
+    def apply(self, data: ByteArray, out: ByteArray) -> ByteArray:
+        """Change the stream's next values.
 
         Args:
             data: Bytes of whole values.
@@ -118,16 +118,29 @@ class StreamCast:
         cast_bytes = out[: values.size * self._target.itemsize]
         cast_values = cast_bytes.view(self._target)
         with np.errstate(all="ignore"):
-            for start in range(0, values.size, BLOCK_VALUES):
-                self.counts += self._block(
-                    values[start : start + BLOCK_VALUES], cast_values[start : start + BLOCK_VALUES]
-                )
+            self._change(values, cast_values)
         self._state.update(cast_bytes.data)
         return cast_bytes
 
     def digest(self) -> str:
-        """Return the digest of all cast bytes so far."""
+        """Return the digest of all changed bytes so far."""
         return self._state.hexdigest()
+
+    @abstractmethod
+    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+        """Write the changed values to `out`, and count the changes."""
+
+
+class StreamCast(ValueChange):
+    """The cast of a stream's values to another dtype."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__(source, target)
+        self._is_exact = target == "float32" and source in ("float16", "bfloat16")
+
+    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+        for start in range(0, values.size, BLOCK_VALUES):
+            self.counts += self._block(values[start : start + BLOCK_VALUES], out[start : start + BLOCK_VALUES])
 
     def _block(self, values: np.ndarray, out: np.ndarray) -> CastCounts:
         """Cast one block of values into `out`, and count the changes."""
@@ -171,7 +184,7 @@ def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
 
 
 def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = None) -> list[dict[str, Any]]:
-    """Summarize the casts of a plan by pair of dtypes.
+    """Summarize the casts and the updates of a plan by pair of dtypes.
 
     Args:
         streams: The plan's streams.
@@ -179,17 +192,19 @@ def report_casts(streams: Sequence[Stream], digests: Mapping[int, str] | None = 
 
     Returns:
         One entry per pair of dtypes, with the numbers of tensors and values. With `digests` also the cast counts.
+        Entries of updates have `update`.
     """
-    groups: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str, bool], list[int]] = {}
     for number, stream in enumerate(streams):
-        if stream.cast_to:
-            groups.setdefault((stream.dtype, stream.cast_to), []).append(number)
+        if stream.is_changed:
+            groups.setdefault((stream.dtype, stream.written_dtype, bool(stream.update)), []).append(number)
     entries = []
-    for (source, target), numbers in groups.items():
+    for (source, target, is_update), numbers in groups.items():
         names = {streams[number].name for number in numbers}
         values = sum(streams[number].nbytes for number in numbers) // itemsize(source)
         counts = dataclasses.asdict(_total_counts(digests, numbers)) if digests else {}
-        entries.append({"from": source, "to": target, "tensors": len(names), **counts, "values": values})
+        kind = {"update": "low-rank"} if is_update else {}
+        entries.append({"from": source, "to": target, **kind, "tensors": len(names), **counts, "values": values})
     return entries
 
 
@@ -203,5 +218,7 @@ def format_cast(entry: Mapping[str, Any]) -> str:
     """Return an entry of `report_casts` as a line of text."""
     kinds = ("changed", "changed"), ("overflowed", "overflowed"), ("underflowed", "became 0"), ("nan", "are nan")
     counts = ", ".join(f"{entry[key]:,} {text}" for key, text in kinds)
-    head = f"{entry['from']} -> {entry['to']}: {entry['tensors']} tensors, {entry['values']:,} values"
-    return f"{head}: {counts}; largest relative error {entry['worst']:.3g}"
+    is_update = "update" in entry
+    dtypes = f"adapter added to {entry['to']}" if is_update else f"{entry['from']} -> {entry['to']}"
+    head = f"{dtypes}: {entry['tensors']} tensors, {entry['values']:,} values"
+    return f"{head}: {counts}; largest relative {'change' if is_update else 'error'} {entry['worst']:.3g}"

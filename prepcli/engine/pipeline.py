@@ -18,11 +18,12 @@ import xxhash
 from prepcli.console.progress import Progress
 from prepcli.engine.background_sync import BackgroundSync, SyncPoint
 from prepcli.engine.budget import Budget, BufferPool, anonymous_nbytes
-from prepcli.engine.casts import StreamCast, StreamDigest
+from prepcli.engine.casts import StreamDigest, ValueChange
 from prepcli.engine.checksum_recorder import ChecksumRecorder
 from prepcli.engine.files import ByteArray, Files, RunReader
 from prepcli.engine.fills import FillGenerator, mean_source_number
 from prepcli.engine.journal import Journal, StreamPrefix
+from prepcli.engine.low_rank import value_change
 from prepcli.engine.permute import gather, scatter, threads
 from prepcli.engine.slab_buffers import buffers_needed, needs_gather, needs_permute, page_offset_view
 from prepcli.engine.worker_thread import WorkerThread, wait_for_threads
@@ -161,7 +162,7 @@ class _PipelineRun:
         self.unsynced_nbytes = 0  # bytes written since the last sync point
         self.unsynced_digests: dict[int, str] = {}  # digests completed since the last sync point
         self.hash_state = xxhash.xxh3_128()
-        self.cast: StreamCast | None = None  # of the stream that is being moved
+        self.change: ValueChange | None = None  # of the stream that is being moved
         self.error: BaseException | None = None
 
     def run(self) -> PipelineResult:
@@ -313,9 +314,9 @@ class _PipelineRun:
         number, slab, stream = task.slab.stream_number, task.slab, self.streams[task.slab.stream_number]
         self.hash_state.update(task.data.data)
         if slab.start == stream.byte_range[0]:
-            self.cast = StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
-        if self.cast:
-            task.data = self.cast.cast(
+            self.change = value_change(stream, self.source)
+        if self.change:
+            task.data = self.change.apply(
                 task.data, page_offset_view(slab, task.swap_buffers(), nbytes=slab.written_nbytes)
             )
             self.result.copied_nbytes += slab.written_nbytes
@@ -324,14 +325,14 @@ class _PipelineRun:
             self.result.digests |= task.digests
             self.on_digest(number, task.digests[number])
         elif self.background_sync and slab.writes:
-            digest = self.cast.digest() if self.cast else self.hash_state.hexdigest()
+            digest = self.change.digest() if self.change else self.hash_state.hexdigest()
             task.prefix = StreamPrefix(number, self._stream_nbytes_through(slab), digest)
 
     def _finish_stream_digest(self) -> StreamDigest:
         """Return the digests of the stream that ended, and reset the hash state."""
         read = self.hash_state.hexdigest()
         self.hash_state.reset()
-        return StreamDigest(read, self.cast.digest(), self.cast.counts) if self.cast else StreamDigest(read, read)
+        return StreamDigest(read, self.change.digest(), self.change.counts) if self.change else StreamDigest(read, read)
 
     def _write(self, task: _SlabTask) -> None:
         """Record a slab's checksums, write it, and submit a sync point if one is due."""

@@ -19,6 +19,7 @@ from prepcli.engine.budget import Budget, anonymous_nbytes, make_budget
 from prepcli.engine.digest import digest
 from prepcli.engine.files import Files, RunReader, io_error
 from prepcli.engine.journal import EMPTY_JOURNAL_STATE, Journal, JournalState
+from prepcli.engine.low_rank import matrix_nbytes
 from prepcli.engine.no_follow import check_no_symlinks
 from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import OutputExistsError, PrepError
@@ -112,7 +113,9 @@ def execute_plan(
         PrepError: The source changed, the output exists and may not be replaced, another process failed, or the
             system refused to read or write.
     """
-    budget = make_budget(options.memory_nbytes, min_buffer_nbytes(plan.streams))
+    budget = make_budget(
+        options.memory_nbytes, min_buffer_nbytes(plan.streams), matrix_nbytes=matrix_nbytes(plan.streams)
+    )
     run_identity = identify_run(plan)
     if _is_already_done(plan, run_identity, options):
         remove_work_folder(options.out)

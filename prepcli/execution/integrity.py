@@ -46,10 +46,9 @@ class IntegrityChecker:
 
     def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:
         if counts and counts.overflowed and not self._allow_overflow:
-            what = (
-                f"{counts.overflowed:,} values of {self._display_name(stream.name)} are too large for {stream.cast_to}"
-            )
-            why = f"its largest value is {max_finite(stream.cast_to):g}"
+            name, dtype = self._display_name(stream.name), stream.written_dtype
+            what = f"{counts.overflowed:,} values of {name} are too large for {dtype}"
+            why = f"its largest value is {max_finite(dtype):g}"
             raise PrepError(what, why, "`--allow-overflow` makes them infinite")
 
     def _compare(self, check: EqualityCheck, stream: Stream) -> None:

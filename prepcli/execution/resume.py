@@ -45,7 +45,9 @@ class StreamReader:
 
     def source_digests(self, numbers: Iterable[int], source: Source) -> dict[int, str]:
         """Return the digest of each stream's bytes in the source."""
-        streams = {n: replace(self.streams[n], writes=(), cast_to="") for n in numbers if self.streams[n].reads}
+        streams = {
+            n: replace(self.streams[n], writes=(), cast_to="", update=None) for n in numbers if self.streams[n].reads
+        }
         with open_blobs(source.byte_sources, self.budget.cache_nbytes) as opened:
             return self._digests(streams, opened)
 
@@ -72,7 +74,9 @@ class StreamReader:
 
 def readback_stream(stream: Stream) -> Stream:
     """Return the stream that reads the bytes that `stream` wrote."""
-    return replace(stream, dtype=stream.written_dtype, reads=stream.writes, writes=(), fill=None, cast_to="")
+    return replace(
+        stream, dtype=stream.written_dtype, reads=stream.writes, writes=(), fill=None, cast_to="", update=None
+    )
 
 
 def find_damaged(reader: StreamReader, digests: Mapping[int, str], *, files: Sequence[Path]) -> set[int]:

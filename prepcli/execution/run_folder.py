@@ -51,6 +51,7 @@ class RunFolder:
         rules: Sequence[str] | None = None,
         scan: bool | None = None,
         scan_axis: int | None = None,
+        lora: Mapping[str, Any] | None = None,
         group: ProcessGroup = SINGLE,
         free_memory_nbytes: Callable[[], int | None] = lambda: None,
         note: Callable[[str], None] = lambda text: None,
@@ -68,6 +69,7 @@ class RunFolder:
             rules: Partition rules.
             scan: Whether layers are stacked.
             scan_axis: Axis of the stacked layers.
+            lora: Settings of the adapters, if the steps contain adapters instead of all parameters.
             group: Processes of the run. Process 0 locks the run, and creates and removes steps.
             free_memory_nbytes: Returns the free memory of the host; None if a copy of a state always fits.
             note: Prints a line for the user.
@@ -77,6 +79,7 @@ class RunFolder:
         """
         manifest = self._open_start(start_checkpoint)
         changed_keys = {"config": config, "mesh": mesh, "rules": rules, "scan": scan, "scan_axis": scan_axis}
+        changed_keys |= {"lora": lora}
         self._start_manifest = {
             **manifest,
             **{key: value for key, value in changed_keys.items() if value is not None},

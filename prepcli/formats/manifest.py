@@ -28,6 +28,7 @@ KEYS_BY_KIND = {
     "init": LAYOUT_KEYS,
     "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
 }  # additional required keys by kind
+ADAPTER_KEYS = ("lora", "base")  # of a checkpoint of adapters: their settings, and the model that they belong to
 PREP_KEYS = {
     *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
     *(

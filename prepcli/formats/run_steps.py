@@ -46,6 +46,6 @@ def listed_steps(paths: Iterable[str]) -> list[int]:
 
 
 def listed_step(path: str) -> int | None:
-    """Return the step that a path in a run belongs to; None for a file of the run itself."""
+    """Return the step of a path in a run; None for a file of the run itself."""
     name, slash, _ = path.partition("/")
     return int(name) if slash and STEP_NAME.fullmatch(name) else None

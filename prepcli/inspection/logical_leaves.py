@@ -15,6 +15,7 @@ from prepcli.inspection.contents import CheckpointContents, TensorEntry
 from prepcli.planning.accounting import detect_names
 from prepcli.planning.state_names import PARAMS
 from trainer.models.axis_map import bind_row
+from trainer.models.lora import manifest_family
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
@@ -50,8 +51,8 @@ def logical_leaves(contents: CheckpointContents) -> dict[str, LogicalLeaf]:
 
 
 def _iter_logical_leaves(contents: CheckpointContents) -> Iterator[LogicalLeaf]:
-    family, config = family_of(contents.config), contents.config
-    is_item = contents.kind == "orbax"
+    is_item, config = contents.kind == "orbax", contents.config
+    family = manifest_family({**(contents.manifest or {}), "config": config}) if is_item else family_of(config)
     layout = contents.manifest if is_item else {}
     names = detect_names(family, config, full_names=[entry.name for entry in contents.entries])
     entries = {entry.name if is_item else names.bare_name(entry.name): entry for entry in contents.entries}

@@ -63,6 +63,23 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankUpdate:
+    """A matrix of low rank to add to the values of a stream: scale * B A, or its transpose.
+
+    Attributes:
+        a: Matrix A [rank, in] in the source files.
+        b: Matrix B [out, rank] in the source files.
+        scale: Factor of the product.
+        is_transposed: Whether the stream's tensor is [in, out].
+    """
+
+    a: Stream
+    b: Stream
+    scale: float
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """Rows of a tensor to move in order; the unit of digests.
 
@@ -75,6 +92,7 @@ class Stream:
         writes: Where the rows are written; empty if they are only digested.
         fill: How to generate the rows instead of reading them.
         cast_to: Dtype of the written values; empty if they are not cast.
+        update: Matrix to add to the values; None to keep them.
     """
 
     name: str
@@ -85,6 +103,12 @@ class Stream:
     writes: Locations
     fill: Fill | None = None
     cast_to: str = ""
+    update: LowRankUpdate | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the written values may differ from the read ones."""
+        return bool(self.cast_to or self.update)
 
     @property
     def written_dtype(self) -> str:
@@ -314,10 +338,11 @@ class Plan:
 def _describe_stream(stream: Stream, display_name: str) -> str:
     """Return one line with a stream's name, dtype, cast, shape, range of rows, bytes written and fill."""
     cast = f" as {stream.cast_to}" if stream.cast_to else ""
+    update = "  plus an adapter" if stream.update else ""
     fill = f"  filled with {stream.fill.kind}" if stream.fill else ""
     rows = f"rows {stream.rows[0]}:{stream.rows[1]}"
     shape = list(stream.shape)
-    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}"
+    return f"move  {display_name}  {stream.dtype}{cast} {shape}  {rows}  {stream.written_nbytes:,} bytes{fill}{update}"
 
 
 def read_copies(stream: Stream, box: Box) -> Iterator[StridedCopy]:

@@ -17,6 +17,7 @@ from prepcli.planning.plan import (
     DroppedTensor,
     EqualityCheck,
     Fill,
+    LowRankUpdate,
     OutputFile,
     OutputLeaf,
     PlacedChunks,
@@ -33,6 +34,7 @@ from trainer.models.axis_map import AxisMap, Factor, TensorDim, TensorIndex
 NAMES: dict[type, tuple[str, dict[str, str]]] = {
     Plan: ("Plan", {"source_files": "sources", "display_names": "names"}),
     SourceFile: ("SourceFile", {}),
+    LowRankUpdate: ("Update", {}),
     Stream: ("Stream", {"reads": "left", "writes": "right", "cast_to": "cast"}),
     Contiguous: ("Flat", {}),
     Strided: ("Strided", {"strides": "steps"}),
@@ -53,6 +55,7 @@ NAMES: dict[type, tuple[str, dict[str, str]]] = {
     DroppedTensor: ("Dropped", {}),
     EqualityCheck: ("Same", {"duplicate_of": "other"}),
 }
+ADDED_FIELDS = {"update"}  # later than the first digests on disk: without a value they are not in the text
 
 
 def _labels(cls: type) -> Iterator[tuple[str, str]]:
@@ -72,5 +75,9 @@ def encode_text(value: Any) -> str:
     labels = _LABELS.get(type(value))
     if labels is None:
         return repr(value)
-    content = ", ".join(label + encode_text(getattr(value, name)) for name, label in labels)
+    content = ", ".join(
+        label + encode_text(field)
+        for name, label in labels
+        if (field := getattr(value, name)) is not None or name not in ADDED_FIELDS
+    )
     return f"{NAMES[type(value)][0]}({content})"

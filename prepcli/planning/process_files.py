@@ -98,7 +98,7 @@ def _leaf_groups(plan: Plan, leaf_names: Sequence[str], boxes: Sequence[LeafBoxe
 
 
 def _leaf_number(location: object) -> int:
-    """Return the number of the leaf that a stream of a training step reads."""
+    """Return the number of the leaf read by a stream of a training step."""
     assert isinstance(location, Region)
     assert isinstance(location.placement, StridedPlacement)
     return location.placement.file

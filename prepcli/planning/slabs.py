@@ -30,7 +30,7 @@ class Slab:
         nbytes: Size of the range.
         reads: Copies from the source files.
         writes: Copies to the output files. Their tensor offsets count bytes of the written dtype.
-        itemsizes: Bytes per element in the read and in the written dtype; (1, 1) without a cast.
+        itemsizes: Bytes per element in the read and in the written dtype; (1, 1) for unchanged values.
     """
 
     stream_number: int
@@ -42,7 +42,7 @@ class Slab:
 
     @property
     def is_cast(self) -> bool:
-        """Whether values are written in another dtype."""
+        """Whether values are changed: cast to another dtype, or updated."""
         return self.itemsizes != (1, 1)
 
     @property
@@ -77,7 +77,7 @@ def split_stream(stream_number: int, stream: Stream, *, max_nbytes: int) -> Iter
     if not stream.nbytes:
         return
     reads, writes = (tuple(itertools.islice(copies, 2)) for copies in _stream_copies(stream, stream.box))
-    if not stream.cast_to and Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes).is_contiguous:
+    if not stream.is_changed and Slab(stream_number, stream.byte_range[0], stream.nbytes, reads, writes).is_contiguous:
         yield from _contiguous_slabs(stream_number, stream, reads, writes, max_nbytes)
     else:
         read_itemsize, written_itemsize = _itemsizes(stream)
@@ -90,8 +90,8 @@ def _stream_copies(stream: Stream, box: Box) -> tuple[Iterator[StridedCopy], Ite
 
 
 def _itemsizes(stream: Stream) -> tuple[int, int]:
-    """Return the read and the written bytes per element; (1, 1) without a cast."""
-    return (itemsize(stream.dtype), itemsize(stream.cast_to)) if stream.cast_to else (1, 1)
+    """Return the read and the written bytes per element; (1, 1) for unchanged values."""
+    return (itemsize(stream.dtype), itemsize(stream.written_dtype)) if stream.is_changed else (1, 1)
 
 
 def _contiguous_slabs(

@@ -1,6 +1,6 @@
 """Leaves of a training state that have the layers and dims of a parameter, but no tensors of its source. Pure.
 
-A slot of the optimizer state may lack parameters (frozen ones, or those of another rule), and its leaves may be
+A slot of the optimizer state may lack parameters (frozen ones, or ones of another rule), and its leaves may be
 statistics that have some axes of a parameter with extent 1. Tensors of the source cannot name such leaves: one tensor
 may hold several parameters. Their tensors are named `SLOT//PATH`, one per layer, where PATH is the path of the leaf in
 a tree with one leaf per layer. So the tensors do not depend on the stacking of layers.

@@ -40,6 +40,7 @@ class HubListing:
     commit: str | None
     siblings: Mapping[str, RepoSibling]
     retry_policy: RetryPolicy
+    repo_type: str = "model"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Download a small file into the hub's cache, and return bytes of it."""
@@ -62,19 +63,37 @@ class HubListing:
         """
         from huggingface_hub import hf_hub_download, snapshot_download
         from huggingface_hub.constants import HF_HUB_CACHE
+        from huggingface_hub.file_download import repo_folder_name
 
-        missing = _missing_files(self.hub_id, self.commit, names)
+        missing = _missing_files(self, names)
         needed_bytes = sum(self.siblings[name].size or 0 for name in missing)
         _check_disk_space(self.hub_id, needed_bytes, Path(HF_HUB_CACHE))
-        blobs = Path(HF_HUB_CACHE) / f"models--{self.hub_id.replace('/', '--')}" / "blobs"
+        blobs = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=self.hub_id, repo_type=self.repo_type) / "blobs"
         with _report_progress(blobs, needed_bytes, progress):
             # Not in the library's own threads: Ctrl-C would wait for them
             map_in_daemon_threads(
-                lambda name: hf_hub_download(self.hub_id, name, revision=self.commit),
+                lambda name: hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit),
                 missing,
                 num_threads=MAX_DOWNLOADS,
             )
-            return Path(snapshot_download(self.hub_id, revision=self.revision, allow_patterns=[*names]))
+            return Path(
+                snapshot_download(
+                    self.hub_id, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*names]
+                )
+            )
+
+    def download_file(self, name: str) -> Path:
+        """Download a file of the listed commit into the hub's cache, unless it is there, and return its path.
+
+        Raises:
+            PrepError: The disk has not enough room.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        if _missing_files(self, [name]):
+            _check_disk_space(self.hub_id, self.siblings[name].size or 0, Path(HF_HUB_CACHE))
+        return Path(hf_hub_download(self.hub_id, name, repo_type=self.repo_type, revision=self.commit))
 
     def open_remote(self, weights: Sequence[str], small_names: Sequence[str]) -> RemoteCheckpoint:
         """Fetch small files, and the headers of safetensors files, into a folder of placeholder files.
@@ -91,14 +110,14 @@ class HubListing:
         assert self.commit is not None
         cached = Path(snapshot_download(self.hub_id, revision=self.commit, allow_patterns=[*small_names]))
         reader = HubRangeReader(self.hub_id, self.commit, constants.ENDPOINT, self.retry_policy)
-        files = {name: self._remote_file(name) for name in sorted({*weights, *small_names})}
+        files = {name: self.remote_file(name) for name in sorted({*weights, *small_names})}
         remote = RemoteCheckpoint(tuple(files.values()), reader, create_placeholder_folder())
         for name in small_names:
             write_small_file(remote.placeholder_folder, files[name], (cached / name).read_bytes())
         write_headers(remote.placeholder_folder, reader, [files[name] for name in weights])
         return remote
 
-    def _remote_file(self, name: str) -> RemoteFile:
+    def remote_file(self, name: str) -> RemoteFile:
         """Return a file with the hub's hash of it: SHA-256 of a large file, the git blob id of a small one."""
         sibling = self.siblings[name]
         if not isinstance(sibling.size, int) or not 0 <= sibling.size < 1 << 63:
@@ -124,27 +143,42 @@ def prepare_hub(offline: bool, retry_policy: RetryPolicy) -> bool:
     return offline or HF_HUB_OFFLINE
 
 
-def list_repository(hub_id: str, revision: str | None, *, retry_policy: RetryPolicy) -> HubListing:
+def list_repository(
+    hub_id: str, revision: str | None, *, retry_policy: RetryPolicy, repo_type: str = "model"
+) -> HubListing:
     """List the files of a repository; a failed request raises an error of huggingface_hub.
+
+    Args:
+        hub_id: `OWNER/NAME`.
+        revision: Branch, tag or commit; None for `main`.
+        retry_policy: Time-out and retries of each request.
+        repo_type: `model` or `dataset`.
 
     Raises:
         PrepError: The answer is malformed.
     """
     from huggingface_hub import HfApi
 
-    info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    api = HfApi()
+    list_info = api.dataset_info if repo_type == "dataset" else api.model_info
+    info = list_info(hub_id, revision=revision, files_metadata=True)
     files = info.siblings or ()
     texts = [info.sha or "", *(file.rfilename for file in files)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(f.size, int | None) for f in files):
         raise PrepError(f"cannot read {hub_id}", MALFORMED_ANSWER, CHECK_ENDPOINT)
-    return HubListing(hub_id, revision, info.sha, {file.rfilename: file for file in files}, retry_policy)
+    return HubListing(hub_id, revision, info.sha, {file.rfilename: file for file in files}, retry_policy, repo_type)
 
 
-def cached_snapshot(hub_id: str, revision: str | None) -> Path:
+def cached_snapshot(hub_id: str, revision: str | None, repo_type: str = "model") -> Path:
     """Return the snapshot folder of a revision in the cache; raise FileNotFoundError if there is none."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]))
+    patterns = ["README.md" if repo_type == "dataset" else "config.json"]  # a file that every user of the cache has
+    return Path(
+        snapshot_download(
+            hub_id, repo_type=repo_type, revision=revision, local_files_only=True, allow_patterns=patterns
+        )
+    )
 
 
 def _set_hub_variables(offline: bool) -> None:
@@ -155,10 +189,14 @@ def _set_hub_variables(offline: bool) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _missing_files(hub_id: str, commit: str | None, names: Sequence[str]) -> list[str]:
+def _missing_files(listing: HubListing, names: Sequence[str]) -> list[str]:
     from huggingface_hub import try_to_load_from_cache
 
-    return [name for name in names if not isinstance(try_to_load_from_cache(hub_id, name, revision=commit), str)]
+    def is_cached(name: str) -> bool:
+        path = try_to_load_from_cache(listing.hub_id, name, revision=listing.commit, repo_type=listing.repo_type)
+        return isinstance(path, str)
+
+    return [name for name in names if not is_cached(name)]
 
 
 def _check_disk_space(hub_id: str, needed_bytes: int, cache: Path) -> None:

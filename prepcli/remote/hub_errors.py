@@ -19,7 +19,7 @@ from prepcli.remote.retries import TIMEOUT_VARIABLE
 
 @contextmanager
 def translate_errors(
-    hub_id: str, revision: str | None, *, offline: bool = False, is_streamed: bool = False
+    hub_id: str, revision: str | None, *, offline: bool = False, is_streamed: bool = False, repo_type: str = "model"
 ) -> Iterator[None]:
     """Raise the errors of huggingface_hub in the block as PrepErrors; other errors pass.
 
@@ -28,6 +28,7 @@ def translate_errors(
         revision: The requested revision.
         offline: Whether only the cache is used.
         is_streamed: Whether the model is read remotely, so that the cache cannot replace the hub.
+        repo_type: `model` or `dataset`.
     """
     try:
         yield
@@ -37,25 +38,28 @@ def translate_errors(
         if is_streamed and is_unreachable(error) and not isinstance(error, NoAnswerError):
             why = f"the hub cannot be reached{at_endpoint()}"
             raise PrepError(f"cannot stream {hub_id}", why, "check the network") from error
-        translated = _to_prep_error(error, hub_id, revision, offline=offline)
+        translated = _to_prep_error(error, hub_id, revision, offline=offline, repo_type=repo_type)
         if translated is None:
             raise
         raise translated from error
 
 
-def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offline: bool) -> PrepError | None:
+def _to_prep_error(
+    error: Exception, hub_id: str, revision: str | None, *, offline: bool, repo_type: str
+) -> PrepError | None:
     """Return the PrepError for an error of huggingface_hub; None for other errors."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
     if isinstance(error, NoAnswerError):
-        return _no_answer_error(what, error)
+        return _no_answer_error(what, error, repo_type)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
             f"{hub_id} has no revision `{revision or 'main'}`", "HTTP 404 from the hub", "see its page for revisions"
         )
     if isinstance(error, HfHubHTTPError):
-        return _status_error(what, error.response.status_code, is_gated=isinstance(error, GatedRepoError))
+        is_gated = isinstance(error, GatedRepoError)
+        return _status_error(what, error.response.status_code, repo_type, is_gated=is_gated)
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
     if is_malformed_answer(error):
@@ -67,15 +71,15 @@ def _to_prep_error(error: Exception, hub_id: str, revision: str | None, *, offli
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
         return PrepError(what, f"not in the cache and HF_HUB_OFFLINE={variable}", "run once with network")
     if is_missing or is_unreachable(error):
-        why = f"the hub cannot be reached{at_endpoint()}, and the model is not in the cache"
+        why = f"the hub cannot be reached{at_endpoint()}, and the {repo_type} is not in the cache"
         return PrepError(what, why, "check the network, or name a local folder")
     return None
 
 
-def _no_answer_error(what: str, error: NoAnswerError) -> PrepError:
+def _no_answer_error(what: str, error: NoAnswerError, repo_type: str) -> PrepError:
     if error.status:
-        return _status_error(what, error.status, is_gated=False)
-    why = f"{error}, and the model is not in the cache"
+        return _status_error(what, error.status, repo_type, is_gated=False)
+    why = f"{error}, and the {repo_type} is not in the cache"
     return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
 
 
@@ -85,17 +89,16 @@ def at_endpoint() -> str:
     return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
-def _status_error(what: str, status: int, *, is_gated: bool) -> PrepError:
+def _status_error(what: str, status: int, repo_type: str, *, is_gated: bool) -> PrepError:
     """Return the PrepError for an HTTP status of the hub."""
     page = "open its page, then `hf auth login`"
     if is_gated:
         return PrepError(what, f"HTTP {status} from the hub: access must be granted to your account", page)
     if status in (401, 403):
-        return PrepError(what, f"HTTP {status} from the hub: it is private, or there is no such model", page)
+        return PrepError(what, f"HTTP {status} from the hub: it is private, or there is no such {repo_type}", page)
     if status == 404:
-        return PrepError(
-            what, "not a folder here, and HTTP 404 from the hub: there is no such model", "check the spelling"
-        )
+        why = f"HTTP 404 from the hub: there is no such {repo_type}"
+        return PrepError(what, f"not a folder here, and {why}" if repo_type == "model" else why, "check the spelling")
     if _is_server_trouble(status):
         return PrepError(what, f"HTTP {status} from the hub", "try again later; a download continues where it stopped")
     return PrepError(what, f"HTTP {status} from the hub")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ import numpy as np
 
 from prepcli.engine.files import ByteArray
 from prepcli.errors import RESUME_HINT, PrepError, usage_error
+from prepcli.remote.client_settings import client_settings
 from prepcli.remote.remote_files import MAX_IN_FLIGHT, RemoteFile, RetryableError, file_changed_error
 from prepcli.remote.retries import (
     DEFAULT_RETRY_POLICY,
@@ -133,6 +134,23 @@ class Bucket:
         with self.translate_errors("list"):
             files = self._retry(lambda: self._list_objects(store))
         return tuple(sorted(files, key=lambda file: file.path))
+
+    def find_file(self, path: str) -> RemoteFile | None:
+        """Return an object below the URL; None if it does not exist.
+
+        Raises:
+            PrepError: The store does not answer, or access is denied.
+        """
+        from obstore import exceptions
+
+        limit_s, key = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s, self.url.key(path)
+        store = self.store
+        with self.translate_errors("read"):
+            try:
+                metadata = self._retry(lambda: call_with_timeout(lambda: store.head(key), limit_s))
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+        return _remote_file(path, metadata)
 
     def _list_objects(self, store: ObjectStore) -> list[RemoteFile]:
         """List all objects, with a time limit for each page."""
@@ -336,24 +354,13 @@ def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore
     }
     if not retries:  # for an upload, the limit would include the time to send the body
         limits["read_timeout"] = timedelta(seconds=timeout_s)
-    client = limits | _client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
+    client = limits | client_settings("AWS_" if url.scheme == "s3" else "GOOGLE_", os.environ)
     config: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=MAX_TRIES * timeout_s)}
     if url.scheme == "s3":
         # obstore reads AWS_ENDPOINT_URL and the other AWS_* variables itself
         return S3Store(url.bucket, client_options=cast(Any, client), retry_config=config)
     is_plain_http = os.environ.get("GOOGLE_BASE_URL", "").startswith("http://")
     return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": is_plain_http} | client), retry_config=config)
-
-
-def _client_settings(prefix: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read the connection variables, such as AWS_ALLOW_HTTP: obstore ignores them when it gets options."""
-    texts = {name: environ.get(prefix + name.upper(), "") for name in (*_CLIENT_FLAGS, *_CLIENT_TEXTS)}
-    flags = {name: texts[name].lower() in ("1", "true", "yes", "on") for name in _CLIENT_FLAGS if texts[name]}
-    return flags | {name: texts[name] for name in _CLIENT_TEXTS if texts[name]}
-
-
-_CLIENT_FLAGS = ("allow_http", "allow_invalid_certificates", "http1_only", "http2_only", "randomize_addresses")
-_CLIENT_TEXTS = ("connect_timeout", "timeout", "read_timeout", "proxy_url", "proxy_ca_certificate", "proxy_excludes")
 
 
 def _status(error: BaseException) -> int:

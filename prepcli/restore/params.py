@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage_error
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -65,6 +65,9 @@ def open_model(
     """
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
+    if "lora" in source.tree_manifest:
+        hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
+        raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
     is_remote = bool(source.remote_blobs)
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
     with errors, _open_reader(source, path, mesh, verify, on_unchecked) as reader:

@@ -63,7 +63,7 @@ class TensorJob:
 
     Attributes:
         tensor: The tensor.
-        targets: The arrays that it fills.
+        targets: Its arrays to fill.
         window: The box to read; None: the whole tensor, which is compared with its digests.
         duplicates: Tensors whose bytes in the window must be the same.
     """
@@ -95,7 +95,7 @@ def tensor_jobs(
     Args:
         tensor: The tensor.
         targets: The arrays.
-        duplicates: Tensors to compare with the windows that are read.
+        duplicates: Tensors to compare with the windows.
         is_checked: Read the whole tensor and compare it with its digests, if it has any.
         max_gap_nbytes: Shorter gaps between the runs of a window are read.
     """

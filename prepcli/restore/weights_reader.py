@@ -137,7 +137,7 @@ class WeightsReader:
             raise errors[0]
 
     def _jobs(self, leaf: _LeafTensors, parts: BoxArrays) -> Iterator[TensorJob]:
-        """Yield the reads of all tensors that have elements in the boxes."""
+        """Yield the reads of all tensors with elements in the boxes."""
         targets: dict[str, list[Target]] = {}
         for box, array in parts.items():
             for part in leaf_box_parts(leaf.axis_map, box, leaf.unscanned_index):

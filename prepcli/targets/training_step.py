@@ -22,8 +22,8 @@ from prepcli.targets.orbax_item import Partitioning, item_streams, make_item
 from prepcli.targets.streams import VocabResize, vocab_tensor_names
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+from trainer.models.lora import manifest_family
 from trainer.models.mesh import parse_mesh
-from trainer.models.registry import family_of
 from trainer.models.rule_text import merge_rules
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys of config.json in different versions of transformers
@@ -32,7 +32,7 @@ COPIED_KEYS = ("name", "family", "vocab", "layout", "mesh", "rules", "scan", "sc
 
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """A model that a run starts from without an Orbax checkpoint of prep.
+    """The start model of a run without an Orbax checkpoint of prep.
 
     Attributes:
         manifest: The manifest that an init of the model would have.
@@ -84,7 +84,13 @@ def plan_training_step(
         streams=item_streams(source, accounting, item=item, vocab_size=vocabulary.stored_size, resize=resize),
         files=item.files,
         leaves=item.leaves,
-        settings={**{key: start_manifest.get(key) for key in COPIED_KEYS}, "kind": "train", "config": source.config},
+        settings={
+            **{key: start_manifest.get(key) for key in COPIED_KEYS},
+            **{key: start_manifest[key] for key in ("lora",) if key in start_manifest},
+            "prefixed": source.names.is_prefixed,
+            "kind": "train",
+            "config": source.config,
+        },
         display_names=source.display_names(),
         item=STATE_ITEM,
     )
@@ -95,7 +101,7 @@ def plan_training_step(
 def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[str, Any]) -> Source:
     """Return the leaves as a source whose files are the leaves."""
     config = _config_of_leaves(leaves, start_manifest["config"])
-    names = TensorNames(family_of(config), start_manifest["prefixed"])
+    names = TensorNames(manifest_family({**start_manifest, "config": config}), _is_prefixed(start_manifest))
     stored_leaves = {
         name: StoredLeaf(leaf.shape, leaf.dtype, tuple(max(1, n) for n in leaf.shape), partial(_single_chunk, number))
         for number, (name, leaf) in enumerate(leaves.items())
@@ -105,6 +111,11 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
     return Source(
         start_manifest["name"], Path(), names.family, config, names, tensors, (), (), (), None, state_tensors=state
     )
+
+
+def _is_prefixed(start_manifest: Mapping[str, Any]) -> bool:
+    """Return whether tensor names have the family's prefix; those of adapters always have that of PEFT."""
+    return start_manifest["prefixed"] or "lora" in start_manifest
 
 
 def _single_chunk(number: int, piece: LeafPiece) -> Placement:

@@ -76,4 +76,4 @@ def change(config: TokenizeConfig, **changes: Any) -> TokenizeConfig:
 
 def tokenize_quietly(config: TokenizeConfig) -> MappedTokens:
     """Tokenize without progress and notes."""
-    return tokenize_files(config, progress=lambda done, total: None, note=lambda text: None)
+    return tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)

@@ -76,7 +76,7 @@ def serve_hub(repos: Mapping[str, FakeRepo]) -> Iterator[FakeHub]:
 
 
 class _Handler(loopback.Handler):
-    """Handler of `/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`."""
+    """Handler of `/api/models/ID[/revision/REV | /tree/REV]` and `/ID/resolve/REV/FILE`, and the same of datasets."""
 
     request_lines: list[str]
     sent_ranges: list[SentRange]
@@ -96,8 +96,8 @@ class _Handler(loopback.Handler):
         self.request_lines.append(f"{self.command} {path}")
         self.tokens.append((f"{self.command} {path}", self.headers.get("Authorization", "")))
         parts = path.strip("/").split("/")
-        is_api = parts[:2] == ["api", "models"]
-        owner, name, *rest = parts[2:] if is_api else parts
+        is_api = parts[:1] == ["api"] and parts[1:2] in (["models"], ["datasets"])
+        owner, name, *rest = parts[2:] if is_api else parts[1:] if parts[0] == "datasets" else parts
         repo = self.served.get(f"{owner}/{name}", FakeRepo(status=404, error_code="RepoNotFound"))
         revision = rest[1] if len(rest) > 1 else "main"
         stalled = next((kind for part, kind in repo.stalls.items() if part in f"{self.command} {path}"), "")

@@ -73,7 +73,7 @@ class Outcome:
         return "".join(self.errors[index].partition("error:")[1:])
 
     def warnings(self, index: int) -> list[str]:
-        """Return the warnings that a process printed."""
+        """Return the warnings of a process."""
         return [line for line in self.errors[index].splitlines() if line.startswith("warning:")]
 
 

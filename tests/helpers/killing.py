@@ -13,16 +13,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import ForkedProcess, run_prep, start_prep
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 
-LARGE = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 12007, "attention_types": [[["global"], 4]]}
+LARGE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_layers": 4,
+    "num_heads": 8,
+    "vocab_size": 12007,
+    "attention_types": [[["global"], 4]],
+}
 COMMANDS = {
     "pad-vocab": ["pad-vocab", "./model", "--multiple", "8", "--init", "mean"],
     "save-init": ["save-init", "./model", "--mesh", "1,8,4", "--pad-vocab", "auto"],
     "reshard": ["reshard", "init", "--mesh", "1,4,8"],
     "export": ["export", "init"],
     "cast": ["save-init", "./model", "--mesh", "1,2,4", "--pad-vocab", "8", "--init", "mean", "--dtype", "bfloat16"],
+    "merge": ["merge", "./adapter", "./model"],
     "compress": ["reshard", "init", "--mesh", "1,2,2", "--compress", "zstd"],
 }
 ONE_PROCESS: tuple[tuple[tuple[str, ...], ...], ...] = (((),),)
@@ -84,6 +92,8 @@ def command_words(name: str, out: str, *more: str) -> list[str]:
 def make_setup(folder: Path) -> KillSetup:
     """Make a setup in an empty folder."""
     make_checkpoint(folder / "model", GPT_NEO, **LARGE)
+    layers = range(LARGE["num_layers"])
+    make_adapter(folder / "adapter", {f"transformer.h.{n}.mlp.c_fc": (2048, 512) for n in layers})
     assert run_prep("save-init", "./model", "--out", "init", "--pad-vocab", "8", cwd=folder).returncode == 0
     return KillSetup(folder)
 

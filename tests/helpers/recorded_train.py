@@ -33,16 +33,18 @@ class RecordedDataset:
         self.columns = dataset.columns
         self.rows: list[int] = []
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Read rows."""
         self.rows += [int(row) for row in rows]
-        return self._dataset.get_batch(rows)
+        return self._dataset.get_batch(rows, epochs)
 
 
-def record_batch(dataset: Dataset, rows: np.ndarray, sharding: ShardingContext) -> dict[str, jax.Array]:
+def record_batch(
+    dataset: Dataset, rows: np.ndarray, sharding: ShardingContext, *, epochs: np.ndarray
+) -> dict[str, jax.Array]:
     """Load a batch as `load_batch` does, and append it to the record of this process."""
     recorded: Any = RecordedDataset(dataset)
-    batch = feed.load_batch(recorded, rows, sharding)
+    batch = feed.load_batch(recorded, rows, sharding, epochs=epochs)
     shards = {
         name: [list(_describe(part, array)) for part in array.addressable_shards] for name, array in batch.items()
     }

@@ -77,7 +77,7 @@ class ChatRenderer:
 
 
 def _split_marks(text: str) -> tuple[str, Spans]:
-    """Return a text without its marks, and the parts that they enclose."""
+    """Return a text without its marks, and the parts between them."""
     parts, spans, length = [], [], 0
     for index, part in enumerate(re.split(f"[{START_MARK}{END_MARK}]", text)):
         if index % 2:

@@ -16,7 +16,7 @@ ENDS_PROMPTS = ("T5Tokenizer",)  # classes that put the end token after a text, 
 
 
 class Codec(Protocol):
-    """Encoder and decoder of a tokenizer. Its errors are those of its library."""
+    """Encoder and decoder of a tokenizer. It raises the errors of its library."""
 
     @property
     def max_id(self) -> int:
@@ -40,7 +40,11 @@ class Codec(Protocol):
         ...
 
     def token(self, token_id: int) -> str | None:
-        """Return the text of a token; None for an id that the tokenizer lacks."""
+        """Return the text of a token; None for an unknown id."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the tokenizer lacks it."""
         ...
 
 
@@ -76,6 +80,10 @@ class FastCodec:
         """Return the text of a token."""
         return self.tokenizer.id_to_token(token_id)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token."""
+        return self.tokenizer.token_to_id(token)
+
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceCodec:
@@ -102,8 +110,8 @@ class SentencePieceCodec:
 
     def encode_batch_with_offsets(self, texts: list[str]) -> list[EncodedText]:
         """Encode each text by itself; return ids and offsets."""
-        pieces = (proto.pieces for proto in self.processor.encode(texts, out_type="immutable_proto"))
-        return [([piece.id for piece in text], [(piece.begin, piece.end) for piece in text]) for text in pieces]
+        mappings = self.processor.encode_as_offset_mapping(texts)
+        return [(mapping["ids"], mapping["offsets"]) for mapping in mappings]
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text with the begin and end tokens of the settings."""
@@ -116,6 +124,11 @@ class SentencePieceCodec:
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
         return self.processor.id_to_piece(token_id) if token_id <= self.max_id else None
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; the library has the id of the unknown token for an unknown one."""
+        token_id = self.processor.piece_to_id(token)
+        return None if token_id == self.processor.unk_id() else token_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +165,10 @@ class TransformersCodec:
     def token(self, token_id: int) -> str | None:
         """Return the text of a token."""
         return self.tokenizer.convert_ids_to_tokens(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token."""
+        return self.tokenizer.get_vocab().get(token)
 
 
 def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) -> SentencePieceCodec:

@@ -22,7 +22,7 @@ class _Part(Protocol):
 
     @property
     def max_id(self) -> int:
-        """Largest id that it may have besides those of the tokenizer; -1 for none."""
+        """Largest id that it may have in addition to the tokenizer's; -1 for none."""
         ...
 
     def segment(self, record: Record) -> Segment:

@@ -1,9 +1,9 @@
-"""Encode examples in batches, and write their tokens to a store."""
+"""Encode batches of examples to the tokens of their documents."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from trainer.data.examples import Example, Segment, TokenIds
 from trainer.data.readers.text_file import TEXT_CHUNK_NBYTES
-from trainer.data.store_writer import TokenWriter
 from trainer.data.tokenizer import TextTokenizer
 
-# Bytes of text that are encoded at once: a chunk for every core. Encoding takes about 100 times as much memory.
-ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 8), 64)
+# Bytes of text of a batch: a chunk for every core. Encoding takes about 100 times as much memory.
+ENCODE_BATCH_NBYTES = TEXT_CHUNK_NBYTES * min(max(os.cpu_count() or 1, 4), 64)
 NO_IDS = np.array([], np.uint32)
 
 Weights: TypeAlias = int | npt.NDArray[np.uint8]  # of a segment: one for all tokens, or one per token
@@ -37,45 +36,20 @@ class EncodedDocument:
     ends_document: bool
 
 
-def write_examples(
-    examples: Iterable[Example],
-    tokenizer: TextTokenizer,
-    writer: TokenWriter,
-    *,
-    vocab: int,
-    progress: Callable[[int], None],
-) -> None:
-    """Tokenize examples and append them to a store, in order and in bounded memory.
-
-    Args:
-        examples: The examples.
-        tokenizer: Tokenizer of their texts.
-        writer: Writer of the store.
-        vocab: Size of the model's vocabulary without padding.
-        progress: Called with the bytes of each batch that is written.
-
-    Raises:
-        PrepError: An example is invalid, the tokenizer fails, or an id is not in the vocabulary.
-    """
-    for batch in batch_examples(examples):
-        for document in encode_batch(batch, tokenizer):
-            writer.append(document.ids, document.weights)
-            if document.ends_document:
-                writer.end_document()
-        tokenizer.check_in_vocab(writer.max_id, vocab)
-        progress(sum(example.nbytes for example in batch))
-
-
 def batch_examples(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Group examples in order, up to ENCODE_BATCH_NBYTES per group; a larger example is a group by itself."""
+    """Group examples in order, up to ENCODE_BATCH_NBYTES per group; a larger example is a group by itself.
+
+    Examples of compressed files have more characters than bytes.
+    """
     batch: list[Example] = []
     nbytes = 0
     for example in examples:
-        if batch and nbytes + example.nbytes > ENCODE_BATCH_NBYTES:
+        example_nbytes = max(example.nbytes, example.size)
+        if batch and nbytes + example_nbytes > ENCODE_BATCH_NBYTES:
             yield batch
             batch, nbytes = [], 0
         batch.append(example)
-        nbytes += example.nbytes
+        nbytes += example_nbytes
     if batch:
         yield batch
 

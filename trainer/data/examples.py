@@ -13,7 +13,7 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a document that is tokenized by itself.
+    """A separately tokenized part of a document.
 
     Attributes:
         content: A text, or token ids that are stored as they are.
@@ -43,3 +43,8 @@ class Example:
     nbytes: int
     source: tuple[Segment, ...] | None = None
     ends_document: bool = True
+
+    @property
+    def size(self) -> int:
+        """Characters and token ids of its segments."""
+        return sum(len(segment.content) for segment in (*self.target, *(self.source or ())))

@@ -28,7 +28,7 @@ class ExampleBuilder(Protocol):
 
     @property
     def max_id(self) -> int:
-        """Largest id that examples may have besides those of the tokenizer; -1 for none."""
+        """Largest id that examples may have in addition to the tokenizer's; -1 for none."""
         ...
 
     def build(self, piece: DataPiece) -> Example:
@@ -37,7 +37,7 @@ class ExampleBuilder(Protocol):
 
 
 def compile_fields(settings: ExampleSettings, *, vocab: int) -> ExampleBuilder:
-    """Return the builder of the examples that the settings describe.
+    """Return the builder of the examples of the settings.
 
     Args:
         settings: The settings.

@@ -2,65 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import xxhash
 
 from trainer.models.errors import RERUN_HINT, PrepError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 FILE_READ_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A data file, its size, and the XXH3-128 digest of its bytes when it was hashed."""
+    """A data file, its size, and a text that identifies its content.
 
-    path: Path
+    Attributes:
+        path: Path of a local file, or the name of a remote one.
+        nbytes: Size in bytes.
+        digest: XXH3-128 of the bytes of a local file when it was hashed; of a remote file the version that its store
+            lists, such as its ETag.
+        open_remote: Opens a remote file at its listed version; None for a local file.
+    """
+
+    path: Path | str
     nbytes: int
     digest: str
+    open_remote: Callable[[], BinaryIO] | None = field(default=None, compare=False)
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Open the file without a buffer; errors in the block that name no file become PrepErrors for this one."""
+        try:
+            with self.open_remote() if self.open_remote else _open_local(Path(self.path)) as stream:
+                yield stream
+        except OSError as error:
+            raise io_error(self.path, error) from error
+
+    def check_digest(self, digest: str) -> None:
+        """Raise PrepError unless a local file still has the digest that it had when it was hashed."""
+        if self.open_remote is None and digest != self.digest:
+            raise changed_file_error(self.path)
+
+
+def _open_local(path: Path) -> BinaryIO:
+    return cast(BinaryIO, path.open("rb", buffering=0))
+
+
+class HashingStream(io.RawIOBase):
+    """A stream read from its start to its end, with a running digest.
+
+    Attributes:
+        position: Bytes read so far.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        """Read from a stream at its start."""
+        self._stream, self._state, self.position = stream, xxhash.xxh3_128(), 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Read bytes into a buffer; return their number, 0 at the end."""
+        view = memoryview(buffer).cast("B")
+        count = self._stream.readinto(view)  # type: ignore[attr-defined]
+        self._state.update(view[:count])
+        self.position += count
+        return count
+
+    def digest(self) -> str:
+        """Read the stream to its end; return the XXH3-128 digest of all its bytes."""
+        while self.read(FILE_READ_NBYTES):
+            pass
+        return self._state.hexdigest()
 
 
 def hash_file(path: Path) -> DataFile:
     """Read a file to get its size and digest; raise PrepError if it is empty or cannot be read."""
-    state, nbytes = xxhash.xxh3_128(), 0
-    try:
-        with path.open("rb") as handle:
-            while block := handle.read(FILE_READ_NBYTES):
-                state.update(block)
-                nbytes += len(block)
-    except OSError as error:
-        raise io_error(path, error) from error
-    if not nbytes:
-        raise _empty_file_error(path)
-    return DataFile(path, nbytes, state.hexdigest())
+    with DataFile(path, 0, "").open() as stream:
+        hashing = HashingStream(stream)
+        digest = hashing.digest()
+    if not hashing.position:
+        raise empty_file_error(path)
+    return DataFile(path, hashing.position, digest)
 
 
-def read_blocks(file: DataFile, split: Callable[[BinaryIO], Iterable[bytes]]) -> Iterator[bytes]:
-    """Yield the bytes of a file in blocks, and check at the end that they are those that were hashed.
-
-    Args:
-        file: The file, with its digest.
-        split: Yields the bytes of an open file, such as its lines.
-
-    Raises:
-        PrepError: The file cannot be read, or changed since it was hashed.
-    """
-    state = xxhash.xxh3_128()
-    try:
-        with file.path.open("rb") as handle:
-            for block in split(handle):
-                state.update(block)
-                yield block
-    except OSError as error:
-        raise io_error(file.path, error) from error
-    if state.hexdigest() != file.digest:
-        raise changed_file_error(file.path)
-
-
-def changed_file_error(path: Path) -> PrepError:
+def changed_file_error(path: Path | str) -> PrepError:
     """Return the error for a file that changed since it was hashed."""
     why = "its digest differs from the one taken before, so its tokens could not be identified"
     return PrepError(f"{path} changed while it was read", why, f"{RERUN_HINT} once it is complete")
@@ -68,19 +103,17 @@ def changed_file_error(path: Path) -> PrepError:
 
 def check_readable(path: Path) -> None:
     """Raise PrepError unless a file can be opened and has content; the content is not read."""
-    try:
-        with path.open("rb") as handle:
-            is_empty = not handle.read(1)
-    except OSError as error:
-        raise io_error(path, error) from error
+    with DataFile(path, 0, "").open() as stream:
+        is_empty = not stream.read(1)
     if is_empty:
-        raise _empty_file_error(path)
+        raise empty_file_error(path)
 
 
-def _empty_file_error(path: Path) -> PrepError:
+def empty_file_error(path: Path | str) -> PrepError:
+    """Return the error for a file without content."""
     return PrepError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
 
 
-def io_error(path: Path, error: OSError) -> PrepError:
+def io_error(path: Path | str, error: OSError) -> PrepError:
     """Return an operating system error as a PrepError that names the file."""
     return PrepError(f"cannot read or write {path}", error.strerror or str(error))

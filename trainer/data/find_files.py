@@ -1,40 +1,126 @@
-"""Find data files in a fixed order."""
+"""Find data files in a fixed order, and tell their type by their suffixes."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from trainer.data.files import io_error
+from trainer.data.dataset_folder import dataset_files, is_dataset_dict
+from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
-from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DataType
+from trainer.data.readers.reader import Reader
+from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selection, is_url
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.text_fields import DataType, FileType
+
+NO_REMOTE_FILES = NoRemoteFiles()
+HUB_SCHEME = "hf://"
+TYPE_HINT = "`data.type` sets the type of all files"
 
 
-def find_files(paths: Sequence[str], data_type: DataType) -> tuple[Path, ...]:
-    """Return the data files of paths, each once, in the order of the paths.
+def find_files(paths: Sequence[str], data_type: DataType, selection: Selection = WHOLE) -> tuple[Path, ...]:
+    """Return the local data files of paths, each once, in the order of the paths.
 
-    A folder gives all its files with the suffix of the type (such as *.txt for `text`) at any depth, sorted, without
-    hidden files and without following linked folders. A glob (`*`, `?`, `[…]`, `**`) gives all matching files and
-    folders, sorted. A path to a file gives that file, whatever its suffix.
+    A folder gives all its files with a suffix of the type (such as *.txt for `text`) at any depth, sorted, without
+    hidden files and without following linked folders. A folder that `datasets` saved gives the files of a split. A
+    glob (`*`, `?`, `[…]`, `**`) gives all matching files and folders, sorted. A path to a file gives that file,
+    whatever its suffix.
 
     Args:
         paths: Files, folders or globs.
-        data_type: Selects the suffix of files in folders.
+        data_type: Selects the suffixes of files in folders.
+        selection: Split of a saved dataset.
 
     Raises:
         PrepError: A path gives no file, or a folder cannot be read.
     """
     files: dict[Path, Path] = {}  # resolved path -> path as found
     for path in paths:
-        matches = [file for match in _expand_glob(path) for file in _files_under(match, data_type)]
-        if not matches:
-            raise _no_data_error(path, data_type)
-        for file in matches:
+        for file in _local_files(path, data_type, selection):
             files.setdefault(file.resolve(), file)
     return tuple(files.values())
+
+
+def find_data_files(
+    paths: Sequence[str],
+    data_type: DataType,
+    selection: Selection = WHOLE,
+    *,
+    remote: RemoteFiles = NO_REMOTE_FILES,
+) -> tuple[Path | DataFile, ...]:
+    """Return the data files of paths, as `find_files` does; those of URLs with the digests that their stores list.
+
+    Args:
+        paths: Files, folders, globs or URLs.
+        data_type: Selects the suffixes of files in folders.
+        selection: Part of a saved dataset, or of one on the hub.
+        remote: Finds the files of URLs.
+
+    Raises:
+        PrepError: A path gives no file, or a folder cannot be read.
+    """
+    files: dict[Path | str, Path | DataFile] = {}
+    for path in paths:
+        if is_url(path):
+            for file in remote.find(path, partial(_is_data, data_type=data_type), selection):
+                files.setdefault(file.path, file)
+        else:
+            for file in _local_files(path, data_type, selection):
+                files.setdefault(file.resolve(), file)
+    return tuple(files.values())
+
+
+def check_selection(paths: Sequence[str], selection: Selection, *, split_key: str = "split") -> None:
+    """Check that a part of a dataset is selected only if a path is a dataset that has such parts.
+
+    Args:
+        paths: Files, folders, globs or URLs.
+        selection: The part.
+        split_key: Recipe key of the split.
+
+    Raises:
+        UsageError: A part is selected that no path can have.
+    """
+    on_hub = any(path.startswith(HUB_SCHEME) for path in paths)
+    has_splits = on_hub or any(is_dataset_dict(Path(path)) for path in paths)
+    parts = {"config": (selection.config, on_hub), "revision": (selection.revision, on_hub)}
+    parts[split_key] = selection.split, has_splits
+    for key, (value, has_part) in parts.items():
+        if value is not None and not has_part:
+            why = f"no path of the data is a dataset{'' if key == split_key else ' on the hub'}"
+            raise usage_error(f"`data.{key}` is {value!r:.60}", why, f"remove it, or `{HUB_SCHEME}datasets/OWNER/NAME`")
+
+
+def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileType:
+    """Return the type of data files: that of the recipe, or else the one that the suffixes of all of them tell.
+
+    Raises:
+        UsageError: A suffix is unknown, or the files have several types.
+    """
+    if data_type != "auto":
+        return data_type
+    types: dict[FileType, str] = {}
+    for file in files:
+        name = str(file.path if isinstance(file, DataFile) else file)
+        matching: list[FileType] = [key for key, reader in READERS.items() if reader.reads_named(name)]
+        if not matching:
+            known = ", ".join(suffix for reader in READERS.values() for suffix in reader.suffixes)
+            raise usage_error(f"the type of {name} is unknown", f"known suffixes: {known}", TYPE_HINT)
+        types.setdefault(matching[0], name)
+    if len(types) > 1:
+        why = ", ".join(f"{name} is {file_type}" for file_type, name in types.items())
+        raise usage_error("the data files have several types", why, "a table of `data.sources` for each type")
+    return next(iter(types))
+
+
+def _local_files(path: str, data_type: DataType, selection: Selection) -> list[Path]:
+    files = [file for match in _expand_glob(path) for file in _files_under(match, data_type, selection)]
+    if not files:
+        raise _no_data_error(path, data_type)
+    return files
 
 
 def _expand_glob(path: str) -> list[Path]:
@@ -43,12 +129,22 @@ def _expand_glob(path: str) -> list[Path]:
     return sorted(Path(match) for match in glob.glob(path, recursive=True))
 
 
-def _files_under(path: Path, data_type: DataType) -> list[Path]:
-    if path.is_dir():
-        return sorted(
-            file for file in _walk_visible(path) if file.suffix == READERS[data_type].suffix and file.is_file()
-        )
-    return [path] if path.is_file() else []
+def _files_under(path: Path, data_type: DataType, selection: Selection) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    saved = dataset_files(path, selection.split)
+    if saved is not None:
+        return saved
+    return sorted(file for file in _walk_visible(path) if _is_data(file.name, data_type=data_type) and file.is_file())
+
+
+def _is_data(name: str, *, data_type: DataType) -> bool:
+    """Return whether a file of a folder has a suffix of a type; of any type, if the type is to be told by it."""
+    return any(reader.reads_from_folder(name) for reader in _readers(data_type))
+
+
+def _readers(data_type: DataType) -> Sequence[Reader]:
+    return [*READERS.values()] if data_type == "auto" else [READERS[data_type]]
 
 
 def _walk_visible(folder: Path) -> Iterator[Path]:
@@ -62,11 +158,11 @@ def _raise_io_error(error: OSError) -> None:
 
 
 def _no_data_error(path: str, data_type: DataType) -> PrepError:
-    suffix = READERS[data_type].suffix
-    why = f"looked for a file of that name, *{suffix} in a folder of that name, or matches of it as a glob"
+    suffixes = ", ".join(f"*{suffix}" for reader in _readers(data_type) for suffix in reader.suffixes)
+    why = f"looked for a file of that name, {suffixes} in a folder of that name, or matches of it as a glob"
     if os.path.isdir(path):
         names = sorted(file.name for file in _walk_visible(Path(path)))
         listing = f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}" or "nothing"
-        why = f"looked for *{suffix}; found {listing}"
-    hint = f"type `{data_type}` reads *{suffix} files of folders; give the path of any other file"
+        why = f"looked for {suffixes}; found {listing}"
+    hint = f"type `{data_type}` reads {suffixes} files of folders; give the path of any other file"
     return PrepError(f"no data in `{path}`", why, hint)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +43,11 @@ class SampleOrder:
         """
         stop = self.batch_size if stop is None else stop
         positions = step * self.batch_size + np.arange(start, stop, dtype=np.int64)
-        epochs, rows = np.divmod(positions, self.n_rows)
-        if self.shuffle:
-            for epoch in np.unique(epochs):
-                in_epoch = epochs == epoch
-                rows[in_epoch] = permute(rows[in_epoch], self.n_rows, _round_keys(self.seed, int(epoch)))
-        return rows
+        return permute_epochs(positions, self.n_rows, str(self.seed) if self.shuffle else None)
+
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step."""
+        return (step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)) // self.n_rows
 
     @property
     def steps_per_epoch(self) -> float:
@@ -56,12 +56,64 @@ class SampleOrder:
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return the number of steps that cover `epochs` passes over the rows, at least 1."""
-        exact = Fraction(epochs).limit_denominator(1_000_000) * self.n_rows / self.batch_size
-        return max(1, math.ceil(exact))
+        return steps_for_rows(epochs, self.n_rows, self.batch_size)
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(f"order {seed} {epoch} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
+class RowOrder(Protocol):
+    """The rows of each training step."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of an epoch."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of an epoch."""
+        ...
+
+    def rows(self, step: int, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Return the rows of a step, or those at some positions of its batch."""
+        ...
+
+    def epochs(self, step: int) -> Int64Array:
+        """Return the epoch of each row of a step."""
+        ...
+
+    def steps_for_epochs(self, epochs: float) -> int:
+        """Return the number of steps that cover a number of epochs, at least 1."""
+        ...
+
+
+def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
+    """Return the number of steps that cover `epochs` passes over `n_rows` rows, at least 1."""
+    exact = Fraction(epochs).limit_denominator(1_000_000) * n_rows / batch_size
+    return max(1, math.ceil(exact))
+
+
+def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:
+    """Return the rows at positions of a sequence of epochs, each of which has every row once.
+
+    Args:
+        positions: Positions from 0.
+        n_rows: Rows of an epoch.
+        seed: Seed of the permutation of each epoch; None for rows in the order of the data.
+    """
+    epochs, rows = np.divmod(positions, n_rows)
+    for epoch in np.unique(epochs) if seed is not None else ():
+        in_epoch = epochs == epoch
+        rows[in_epoch] = permute(rows[in_epoch], n_rows, round_keys(f"order {seed} {epoch}"))
+    return rows
+
+
+def round_keys(name: str) -> list[int]:
+    """Return the round keys of the permutation with this name."""
+    return [xxhash.xxh3_64_intdigest(f"{name} {i}".encode()) for i in range(FEISTEL_ROUNDS)]
 
 
 def permute(indices: Int64Array, n: int, keys: list[int]) -> Int64Array:

@@ -41,8 +41,13 @@ class Dataset(Protocol):
         """Length and dtype of each array of a row, by name."""
         ...
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
-        """Return the columns of rows, each [len(rows), length]; row -1 is padding: zeros with loss weight 0."""
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return the columns of rows, each [len(rows), length].
+
+        Args:
+            rows: Indices of rows; -1 is padding: zeros with loss weight 0.
+            epochs: Epoch of each row, for rows that differ from epoch to epoch; None for epoch 0.
+        """
         ...
 
 
@@ -76,11 +81,12 @@ class PackedDataset:
         """Length and dtype of each array of a row, by name."""
         return packed_columns(self.seq_length)
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return a batch of blocks.
 
         Args:
             rows: Indices of B blocks; -1 for padding.
+            epochs: Unused: blocks are the same in every epoch.
 
         Returns:
             `tokens`, int32 [B, seq_length]; `targets`, int32 [B, seq_length]: the next token, 0 after the last;
@@ -103,7 +109,7 @@ class PackedDataset:
         return {"tokens": tokens, "targets": targets, "weights": weights}
 
     def _blocks(self, array: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the blocks of the rows that are not padding, of an array with one value per token."""
+        """Return the blocks of the rows besides padding, of an array with one value per token."""
         blocks = array[: self.tokens.n_blocks * self.seq_length].reshape(-1, self.seq_length)
         return blocks[self.first_row + indices[indices >= 0]]
 

@@ -19,6 +19,7 @@ PARTIAL_NAME = re.compile(
     r"[0-9a-f]{32}(?:\.(?P<host>[0-9a-f]+-\d+)-(?P<process>(?P<pid>\d+)-\d+)-[0-9a-f]+)?\.partial"
 )
 ABANDONED_AFTER_S = 24 * 60 * 60  # without a write, by a process of another host; more than clocks differ
+NO_PROCESS = "0-1"  # process id and start time that no process has
 START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the field after the command
 
 
@@ -28,6 +29,11 @@ def partial_name(identity: str) -> str:
     return f"{identity}.{_host()}-{process}-{uuid.uuid4().hex[:8]}.partial"
 
 
+def released_name(identity: str) -> str:
+    """Return a new name for an incomplete folder of this host that no process writes any more."""
+    return f"{identity}.{_host()}-{NO_PROCESS}-{uuid.uuid4().hex[:8]}.partial"
+
+
 def is_abandoned(folder: Path) -> bool:
     """Return whether no process writes an incomplete folder any more; False for other folders."""
     match = PARTIAL_NAME.fullmatch(folder.name)
@@ -35,9 +41,15 @@ def is_abandoned(folder: Path) -> bool:
         return False
     if match["host"] is None:  # of an earlier version, whose lock the caller holds
         return True
-    if match["host"] == _host():
-        return match["process"] != f"{match['pid']}-{_start_time(int(match['pid']))}"
-    return time.time() - _last_write_s(folder) > ABANDONED_AFTER_S
+    return has_ended(folder) or (match["host"] != _host() and time.time() - _last_write_s(folder) > ABANDONED_AFTER_S)
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether the process that writes an incomplete folder has certainly ended: it was of this host."""
+    match = PARTIAL_NAME.fullmatch(folder.name)
+    if match is None or match["host"] != _host():
+        return False
+    return match["process"] != f"{match['pid']}-{_start_time(int(match['pid']))}"
 
 
 def _host() -> str:

@@ -41,11 +41,12 @@ class Seq2SeqDataset:
         """Length and dtype of each array of a row, by name."""
         return seq2seq_columns(self.source_length, self.seq_length)
 
-    def get_batch(self, rows: RowIndices) -> Arrays:
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
         """Return a batch of pairs.
 
         Args:
             rows: Indices of B pairs; -1 for padding.
+            epochs: Unused: pairs are the same in every epoch.
 
         Returns:
             `source`, int32 [B, source_length]; `present`, bool [B, source_length]: True where `source` is not padding;

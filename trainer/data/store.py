@@ -105,7 +105,7 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     """
     try:
         meta = _parse_meta(folder, (folder / META_FILE).read_bytes())
-        expected_nbytes = _file_sizes(meta)
+        expected_nbytes = file_sizes(meta)
         sizes = {name: (folder / name).stat().st_size for name in expected_nbytes}
     except OSError as error:
         raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
@@ -118,7 +118,7 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
     return meta
 
 
-def _file_sizes(meta: StoreMeta) -> dict[str, int]:
+def file_sizes(meta: StoreMeta) -> dict[str, int]:
     """Return the bytes of each file of a store, without its metadata."""
     sizes = {
         TOKENS_FILE: meta.n_tokens * np.dtype(meta.dtype).itemsize,

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
@@ -23,7 +23,8 @@ import xxhash
 
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
-from trainer.data.partial_folders import is_abandoned, partial_name
+from trainer.data.partial_folders import has_ended, is_abandoned, partial_name, released_name
+from trainer.data.read_position import ReadPosition
 from trainer.data.store import (
     DOCUMENT_END_NBYTES,
     DOCUMENTS_FILE,
@@ -35,25 +36,45 @@ from trainer.data.store import (
     little_endian,
     read_meta,
 )
+from trainer.data.store_journal import (
+    JOURNAL_FILE,
+    RestoredFiles,
+    SavedState,
+    StoreJournal,
+    read_journal,
+    restore_files,
+)
 
 LOCK_FILE = "lock"
+EMPTY_DIGEST = xxhash.xxh3_128().hexdigest()
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 IN_USE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of renaming a folder to the name of another
 
 
 class TokenWriter:
-    """Writer of the files of a new store."""
+    """Writer of the files of a store.
 
-    def __init__(self, files: Mapping[str, BinaryIO], dtype: str) -> None:
-        """Start an empty store.
+    Attributes:
+        dtype: Dtype of the ids.
+        n_tokens: Ids so far.
+        n_documents: Documents so far.
+        max_id: Largest id so far; -1 for none.
+        position: Position after the examples of the store.
+    """
+
+    def __init__(self, files: Mapping[str, BinaryIO], restored: RestoredFiles, journal: StoreJournal) -> None:
+        """Continue a store.
 
         Args:
-            files: The files by name, empty; with WEIGHTS_FILE if the store has loss weights.
-            dtype: Dtype of the ids.
+            files: The files by name, at their end; with WEIGHTS_FILE if the store has loss weights.
+            restored: State of the files.
+            journal: Journal of the store.
         """
-        self._files = {name: _HashingFile(file) for name, file in files.items()}
-        self.dtype = dtype
-        self.n_tokens, self.n_documents, self.max_id = 0, 0, -1
+        self._files = {name: _HashingFile(file, restored.digests[name]) for name, file in files.items()}
+        self._journal = journal
+        meta, self.position = restored.state.meta, restored.state.position
+        self._identity, self.dtype = meta.identity, meta.dtype
+        self.n_tokens, self.n_documents, self.max_id = meta.n_tokens, meta.n_documents, meta.max_id
 
     def append(self, ids: TokenIds, weights: npt.NDArray[np.uint8] | None = None) -> None:
         """Append ids to the current document.
@@ -75,10 +96,26 @@ class TokenWriter:
         self._files[DOCUMENTS_FILE].write(self.n_tokens.to_bytes(DOCUMENT_END_NBYTES, "little"))
         self.n_documents += 1
 
-    def meta(self, identity: str) -> StoreMeta:
-        """Return the metadata of the store, after all ids were appended."""
+    def commit(self, position: ReadPosition) -> None:
+        """Note the examples whose tokens were appended; from time to time, save this state.
+
+        A later run continues from the saved state, after a kill.
+
+        Args:
+            position: The examples.
+        """
+        self.position = position
+        if self._journal.is_due():
+            self.save()
+
+    def save(self) -> None:
+        """Begin to save the state of the store."""
+        self._journal.save(SavedState(self.meta(), self.position))
+
+    def meta(self) -> StoreMeta:
+        """Return the metadata of the store so far."""
         return StoreMeta(
-            identity=identity,
+            identity=self._identity,
             dtype=self.dtype,
             n_tokens=self.n_tokens,
             n_documents=self.n_documents,
@@ -90,8 +127,8 @@ class TokenWriter:
 class _HashingFile:
     """A sequentially written file with a running digest."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._state = file, xxhash.xxh3_128()
+    def __init__(self, file: BinaryIO, state: xxhash.xxh3_128) -> None:
+        self._file, self._state = file, state
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -149,13 +186,14 @@ def _acquire_lock(handle: BinaryIO, on_wait: Callable[[], None]) -> None:
 def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *, has_weights: bool = False) -> None:
     """Build a store under a name of its own, sync it, then rename it.
 
-    A complete store that another process put there meanwhile is kept; a damaged one is replaced. Incomplete stores that
-    killed runs left in the cache are removed.
+    The build continues that of a killed run, from the last state in its journal. A complete store that another process
+    put there meanwhile is kept; a damaged one is replaced. Other incomplete stores that killed runs left in the cache
+    are removed. An error removes the store; an interruption leaves it to the next run.
 
     Args:
         folder: Folder of the store; its name is the identity.
         dtype: Dtype of the ids.
-        fill: Appends all ids to the writer.
+        fill: Appends the missing ids to the writer.
         has_weights: Whether the store has loss weights.
 
     Raises:
@@ -164,20 +202,57 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
     partial = folder.with_name(partial_name(folder.name))
     names = (TOKENS_FILE, DOCUMENTS_FILE, *([WEIGHTS_FILE] if has_weights else []))
     try:
+        _take_over(partial, folder.name, names)
         for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
             _remove_folder(leftover)
-        partial.mkdir()
         _write_store(partial, folder.name, dtype, names=names, fill=fill)
         _publish(partial, folder)
         _fsync(folder.parent)
-    except OSError as error:
-        raise io_error(folder, error) from error
-    finally:
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise io_error(folder, error) from error
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.rename(folder.with_name(released_name(folder.name)))
+        raise
+
+
+def _take_over(partial: Path, identity: str, names: Sequence[str]) -> None:
+    """Create a folder from the incomplete store of another process that has the most tokens; empty without one.
+
+    The folder of an ended process of this host is renamed. Others are copied, because their processes may still write:
+    what the journal names does not change any more.
+
+    Args:
+        partial: The folder to create.
+        identity: Identity of the store.
+        names: Names of its files.
+    """
+    journals = {path: read_journal(path) for path in partial.parent.glob(f"{identity}.*.partial")}
+    sizes = {path: states[-1].meta.n_tokens for path, states in journals.items() if states}
+    for path in sorted(filter(sizes.get, sizes), key=lambda path: sizes[path], reverse=True):
+        try:
+            if has_ended(path):
+                path.rename(partial)
+            else:
+                _copy_files(path, partial, (JOURNAL_FILE, *names))
+            return
+        except OSError:  # another process took it over, completed it or removed it
+            shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+
+
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    target.mkdir()
+    for name in names:
+        shutil.copyfile(source / name, target / name)
 
 
 def _publish(partial: Path, folder: Path) -> None:
     """Rename a complete store to its final name, unless a complete one has it; a damaged one is removed."""
+    (partial / JOURNAL_FILE).unlink()
     while True:
         try:
             partial.rename(folder)
@@ -187,6 +262,7 @@ def _publish(partial: Path, folder: Path) -> None:
                 raise
         with contextlib.suppress(DamagedStoreError):
             read_meta(folder)
+            _remove_folder(partial)
             return
         damaged = folder.with_name(partial_name(folder.name))
         with contextlib.suppress(FileNotFoundError):  # another process has moved it away
@@ -203,12 +279,24 @@ def _remove_folder(folder: Path) -> None:
 def _write_store(
     folder: Path, identity: str, dtype: str, *, names: Sequence[str], fill: Callable[[TokenWriter], None]
 ) -> None:
+    """Fill the files of a store, sync them, and write its metadata."""
+    empty = StoreMeta(identity, dtype, n_tokens=0, n_documents=0, max_id=-1, digests=dict.fromkeys(names, EMPTY_DIGEST))
     with contextlib.ExitStack() as stack:
-        writer = TokenWriter({name: stack.enter_context((folder / name).open("wb")) for name in names}, dtype)
+        files = {name: stack.enter_context(_open_for_update(folder / name)) for name in names}
+        restored = restore_files(files, read_journal(folder), SavedState(empty, ReadPosition()))
+        journal = stack.enter_context(contextlib.closing(StoreJournal(folder, files.values(), restored.state)))
+        writer = TokenWriter(files, restored, journal)
         fill(writer)
-    (folder / META_FILE).write_text(json.dumps(asdict(writer.meta(identity)), indent=1) + "\n")
+        writer.save()
+    (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
         _fsync(path)
+
+
+def _open_for_update(path: Path) -> BinaryIO:
+    """Open a file for reading and writing, at its start; create it if it is missing."""
+    path.touch()
+    return path.open("r+b")
 
 
 def _fsync(path: Path) -> None:

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from trainer.data import store
-from trainer.data.encode import write_examples
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, hash_file
-from trainer.data.find_files import find_files
-from trainer.data.records import read_examples
+from trainer.data.fill_store import fill_store
+from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
+from trainer.data.readers import READERS
+from trainer.data.records import RecordSettings, read_examples
+from trainer.data.remote_files import WHOLE, RemoteFiles, Selection
 from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
 
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
-TokenizeProgress = Callable[[int, int], None]  # bytes done, total bytes
+TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
 Note = Callable[[str], None]
 
 
@@ -34,7 +37,7 @@ class TokenizeConfig:
 
     Attributes:
         type: Type of the data files.
-        paths: Files, folders and globs, as `find_files` takes them.
+        paths: Files, folders, globs and URLs, as `find_data_files` takes them.
         examples: Settings that turn records into examples.
         seq_length: Tokens of a block, or maximum tokens of a target.
         tokenizer: A tokenizer.json, or a folder that contains one.
@@ -43,6 +46,11 @@ class TokenizeConfig:
         scratch_dir: Folder for a new store, if `cache` must not be written to.
         source_length: Maximum tokens of a source.
         max_examples: Records, or documents of data without columns, that are read; 0 for all.
+        selection: Part of a dataset.
+        bad_lines: Invalid records that are skipped.
+        ids_dtype: Dtype of ready token ids in files that do not record it.
+        remote: Finds the files of URLs.
+        has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
     """
 
     type: DataType
@@ -55,6 +63,11 @@ class TokenizeConfig:
     scratch_dir: Path | None = None
     source_length: int = 0
     max_examples: int = 0
+    selection: Selection = WHOLE
+    bad_lines: int = 0
+    ids_dtype: str = DEFAULT_IDS_DTYPE
+    remote: RemoteFiles = NO_REMOTE_FILES
+    has_blocks: bool = True
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -65,7 +78,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
 
     Args:
         config: Files, tokenizer and cache.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user: which store is used, its size, and how many tokens are dropped.
 
     Raises:
@@ -74,7 +87,9 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
-    files = [hash_file(path) for path in find_files(config.paths, config.type)]
+    found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
+    config = _with_type(config, resolve_type(found, config.type))
+    files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
@@ -84,6 +99,21 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
     return _map_tokens(folder, meta, config, tokenizer, note)
+
+
+def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
+    """Return a config for files of a type; those without columns have no fields.
+
+    Raises:
+        UsageError: The recipe names columns, and the files have none.
+    """
+    if file_type in DEFAULT_FIELDS:
+        return replace(config, type=file_type)
+    settings = config.examples
+    if settings.fields_from_example or settings.chat_template or settings.fields not in ("", *DEFAULT_FIELDS.values()):
+        what = f'`data.fields` is "{settings.fields or settings.fields_from_example:.60}"'
+        raise usage_error(what, f"files of type {file_type} have no columns", "`data.type` sets the type of the files")
+    return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:
@@ -107,11 +137,13 @@ def _map_tokens(
 ) -> store.MappedTokens:
     """Map a store; raise PrepError if it does not fit the model or has no row."""
     tokenizer.check_in_vocab(meta.max_id, config.vocab)
-    has_encoder = config.examples.has_encoder
-    _check_has_pairs(meta) if has_encoder else _check_has_block(meta, config.seq_length)
+    if config.examples.has_encoder:
+        _check_has_pairs(meta)
+    else:
+        _check_has_block(meta, config.seq_length) if config.has_blocks else _check_has_token(meta)
     tokens = store.map_tokens(folder, meta, config.seq_length)
     _check_has_loss(tokens)
-    note(_seq2seq_summary(tokens, config.source_length) if has_encoder else _packed_summary(tokens))
+    note(_summary(tokens, config))
     return tokens
 
 
@@ -135,6 +167,8 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     }
     inputs |= settings.identity_inputs()
     inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
+    inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
+    inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
 
@@ -148,33 +182,34 @@ def _build_store(
     note: Note,
 ) -> store.StoreMeta:
     builder = compile_fields(config.examples, vocab=config.vocab)
+    file_type = resolve_type(files, config.type)
+    settings = RecordSettings(
+        vocab=config.vocab,
+        eos_id=config.examples.eos_id,
+        bad_lines=config.bad_lines,
+        ids_dtype=config.ids_dtype,
+        limit=config.max_examples,
+    )
     with lock_cache(folder.parent, note):
         if (meta := _read_valid_meta(folder)) is not None:  # another process built it while this one waited
             return meta
 
         def fill(writer: TokenWriter) -> None:
-            examples = read_examples(files, config.type, builder, limit=config.max_examples)
-            count = _byte_counter(files, progress)
-            write_examples(examples, tokenizer, writer, vocab=config.vocab, progress=count)
-            if config.max_examples:
-                total_nbytes = sum(file.nbytes for file in files)
-                progress(total_nbytes, total_nbytes)  # the rest of the files is not read
+            if writer.n_tokens:
+                note(f"continuing after {_count_text(writer.n_tokens, 'token')} of an interrupted run")
+            read = partial(read_examples, files, file_type, builder, settings=settings, note=note)
+            total_nbytes = sum(file.nbytes for file in files)
 
-        dtype = dtype_for(max(tokenizer.max_id, builder.max_id))
+            def report(nbytes: int, n_tokens: int) -> None:
+                progress(nbytes, total_nbytes, n_tokens)
+
+            fill_store(writer, read, tokenizer, vocab=config.vocab, progress=report)
+            if writer.position.nbytes < total_nbytes:
+                report(total_nbytes, writer.n_tokens)  # the rest of the files is not read
+
+        dtype = dtype_for(max(tokenizer.max_id, builder.max_id, config.vocab - 1 if READERS[file_type].has_ids else -1))
         build_store(folder, dtype, fill, has_weights=builder.has_weights)
         return store.read_meta(folder)
-
-
-def _byte_counter(files: Sequence[DataFile], progress: TokenizeProgress) -> Callable[[int], None]:
-    """Return a function that adds to the bytes done and reports them with those of all files."""
-    done_nbytes, total_nbytes = 0, sum(file.nbytes for file in files)
-
-    def add(nbytes: int) -> None:
-        nonlocal done_nbytes
-        done_nbytes += nbytes
-        progress(done_nbytes, total_nbytes)
-
-    return add
 
 
 def _read_valid_meta(folder: Path, note: Note = lambda text: None) -> store.StoreMeta | None:
@@ -198,19 +233,30 @@ def _check_has_block(meta: store.StoreMeta, seq_length: int) -> None:
         raise PrepError("the data is shorter than one block", f"{size}, a block has {seq_length:,}", hint)
 
 
+def _check_has_token(meta: store.StoreMeta) -> None:
+    if not meta.n_tokens:
+        raise PrepError("the data has no token", "all its documents are empty", "another `data.path`")
+
+
 def _check_has_loss(tokens: store.MappedTokens) -> None:
     if tokens.weights is not None and not tokens.weights.any():
         why = "all its tokens are in fields in brackets, or none is in a turn of the assistant"
         raise PrepError("the data has no token to train on", why, "another `data.fields`")
 
 
-def _packed_summary(tokens: store.MappedTokens) -> str:
-    n_dropped = tokens.n_tokens % tokens.seq_length
+def _summary(tokens: store.MappedTokens, config: TokenizeConfig) -> str:
+    if config.examples.has_encoder:
+        return _seq2seq_summary(tokens, config.source_length)
     size = f"{_count_text(tokens.n_tokens, 'token')} in {_count_text(tokens.n_documents, 'document')}"
     if tokens.weights is not None:
         size += f", {100 * tokens.weights.mean():.0f} % with loss"
+    return f"{size}: {_block_summary(tokens)}" if config.has_blocks else size
+
+
+def _block_summary(tokens: store.MappedTokens) -> str:
+    n_dropped = tokens.n_tokens % tokens.seq_length
     blocks = f"{_count_text(tokens.n_blocks, 'block')} of {tokens.seq_length:,}"
-    return f"{size}: {blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
+    return f"{blocks}, {_count_text(n_dropped, 'token')} left over and dropped"
 
 
 def _seq2seq_summary(tokens: store.MappedTokens, source_length: int) -> str:

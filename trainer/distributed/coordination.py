@@ -33,7 +33,7 @@ class CoordinatedProcesses:
         count: Number of processes.
         errors: Fatal errors of the runtime.
         is_owner: Whether prep connected the processes; False if the calling program did.
-        places: Host and process id of this process and of others that are known, by index.
+        places: Host and process id of this process and of other known ones, by index.
     """
 
     def __init__(self, errors: RuntimeErrors | None = None, places: Mapping[int, str] | None = None) -> None:

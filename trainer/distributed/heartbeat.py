@@ -23,7 +23,7 @@ class Heartbeat:
         count: Heartbeats of the process so far.
         place: Its host and process id.
         phase: Its current work, such as `load`, `compile`, `step 12` or `save 12`.
-        num_phases: Phases that it has entered so far; equal on all processes at the same point of a run.
+        num_phases: Number of its phases so far; equal on all processes at the same point of a run.
     """
 
     count: int
@@ -110,10 +110,10 @@ class HeartbeatMonitor:
 
         Args:
             count: Number of processes.
-            timeout_s: Seconds without a heartbeat after which a process is lost.
+            timeout_s: Seconds without a heartbeat until a process is lost.
             step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
             start_s: Time now.
-            places: Host and process id of the processes that are known, by index.
+            places: Host and process id of the known processes, by index.
         """
         self.timeout_s, self.step_timeout_s = timeout_s, step_timeout_s
         self._observed = {

@@ -38,7 +38,7 @@ class _Peer:
     Attributes:
         index: Index of the process in its job.
         count: Number of processes of its job.
-        ip: IP address that it connected from.
+        ip: IP address of its connection.
         place: Its host and process id; its IP address if it did not send them.
         job: Name of its job; empty if it is unknown.
         settings_digest: Digest of its settings; empty if it is unknown.

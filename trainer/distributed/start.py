@@ -119,7 +119,7 @@ def check_coordinator_host(address: ProcessAddress) -> None:
 
 
 def _connected_group(address: ProcessAddress | None) -> ProcessGroup:
-    """Return the group of processes that are connected already; raise PrepError if it is another job."""
+    """Return the group of already connected processes; raise PrepError if it is another job."""
     group = CoordinatedProcesses()
     if address is not None and (address.index, address.count) != (group.index, group.count):
         why = f"jax is connected as process {group.index} of {group.count}, and {address.reason} says otherwise"

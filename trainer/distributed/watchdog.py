@@ -31,7 +31,7 @@ LINGER_S = 10.0  # process 0 waits at most so long until the others have read th
 
 
 class SharedTexts(Protocol):
-    """Texts that the processes of a job publish by key."""
+    """Texts published by the processes of a job, by key."""
 
     index: int
     count: int
@@ -54,9 +54,9 @@ class WatchSettings:
     """Deadlines of a job.
 
     Attributes:
-        timeout_s: Seconds without a heartbeat after which a process is lost.
+        timeout_s: Seconds without a heartbeat until a process is lost.
         step_timeout_s: Seconds after which an unfinished step is stuck; 0 for no limit.
-        places: Host and process id of this process and of others that are known, by index.
+        places: Host and process id of this process and of other known ones, by index.
     """
 
     timeout_s: float
@@ -83,7 +83,7 @@ class Watchdog:
         """Create a watchdog; `start` starts it.
 
         Args:
-            texts: Texts that the processes share.
+            texts: Texts shared by the processes.
             settings: Deadlines of the job.
             is_broken: Returns whether the runtime reported that the connection to process 0 is broken.
             on_end: Ends this process. A thread calls it when another process has ended the job.

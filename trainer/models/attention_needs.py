@@ -78,7 +78,11 @@ def _arch_features(arch_config: ArchConfig) -> Iterator[Feature]:
 
 
 def run_features(
-    *, remat_policy: RematPolicy, num_sequence_shards: int, dropout: DropoutConfig = NO_DROPOUT
+    *,
+    remat_policy: RematPolicy,
+    num_sequence_shards: int,
+    dropout: DropoutConfig = NO_DROPOUT,
+    has_segments: bool = False,
 ) -> frozenset[Feature]:
     """Return the features that a run needs in addition to those of its model.
 
@@ -86,8 +90,10 @@ def run_features(
         remat_policy: Rematerialization policy of the layers.
         num_sequence_shards: Number of shards of a sequence in attention.
         dropout: Rates of dropout and forgetful causal masking.
+        has_segments: Whether documents share a sequence and do not attend to each other.
     """
     is_needed = {
+        Feature.SEGMENTS: has_segments,
         Feature.SAVED_SCORES: remat_policy in SAVES_SCORES,
         Feature.SPLIT_SEQUENCE: num_sequence_shards > 1,
         Feature.DROPOUT: dropout.attention > 0,

@@ -7,11 +7,12 @@ element in the dtype of the computation.
 At its peak a step needs
 
     state                parameters in float32 and the optimizer state, split by the mesh: 12 bytes per parameter for
-                         two moments in float32
+                         two moments in float32. With LoRA the parameters besides the adapters keep their dtype
     gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
                          the gathered parameters, float32: 4 bytes per parameter of the whole model each
-    batch                token ids, targets and weights of all micro-batches, and of sources: 4 bytes each
+    batch                token ids, targets and weights of all micro-batches, segment ids and positions of packed
+                         documents, and ids and weights of sources: 4 bytes each
     saved                for each layer the inputs of its backward pass (below), and its weights in the dtype `c`
     the larger of
       one layer's        the activations it reads; the larger of transient scores, B*H*T*S*4 once, or twice with
@@ -114,13 +115,13 @@ class MemoryEstimate:
 
 def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     """Estimate the memory of a training step on one device by the formula in this module's docstring."""
-    num_parameters = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
-    trained = (leaf for path, leaf in inputs.leaves.items() if path not in inputs.frozen)
-    num_trained = sum(map(inputs.local_leaf_size, trained))
+    num_stored = sum(inputs.local_leaf_size(leaf) for leaf in inputs.leaves.values())
+    num_adapters = sum(inputs.local_leaf_size(leaf) for leaf in (inputs.adapters or {}).values())
+    num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
-        parameters=FLOAT32 * num_parameters,
-        moments=_optimizer_nbytes(inputs, num_parameters),
+        parameters=FLOAT32 * num_adapters + inputs.stored_itemsize * num_stored,
+        moments=_optimizer_nbytes(inputs, num_trained),
         gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),
         layer=max(stack.working_set_nbytes for stack in stacks),
@@ -149,8 +150,9 @@ def _exact_reduction_nbytes(inputs: MemoryInputs) -> int:
 
 
 def _batch_nbytes(inputs: MemoryInputs) -> int:
-    """Return the bytes of a step's batch: token ids, targets and weights, and ids and weights of sources."""
-    num_bytes = FLOAT32 * (3 * inputs.seq_length + 2 * inputs.source_length)
+    """Return the bytes of a step's batch: the columns of its sequences and of their sources."""
+    num_columns = 5 if inputs.has_segments else 3
+    num_bytes = FLOAT32 * (num_columns * inputs.seq_length + 2 * inputs.source_length)
     return inputs.accumulate * inputs.local_batch_size * num_bytes
 
 

@@ -55,6 +55,7 @@ class MemoryInputs:
         micro_batch_size: Sequences of a micro-batch, over all devices.
         seq_length: Tokens of a sequence, or of a target.
         source_length: Tokens of a source; 0 without an encoder.
+        has_segments: Whether sequences have segment ids and positions, because documents share them.
         itemsize: Bytes per element in the dtype of the computation, as the devices store it.
         remat_policy: Rematerialization policy of the layers.
         offload: "residuals" if the inputs of layers are saved in host memory, or "none".
@@ -69,6 +70,8 @@ class MemoryInputs:
         frozen: Paths of the parameters that are not trained.
         blocks_overlap: Whether a rematerialized layer holds the working sets of attention and MLP at the same time in
             its backward pass, as XLA plans for CPUs.
+        adapters: Adapters by path, if only they are trained; they are not in `leaves`. None to train all parameters.
+        stored_itemsize: Bytes per element of the parameters in `leaves`.
     """
 
     arch_config: ArchConfig
@@ -78,6 +81,7 @@ class MemoryInputs:
     micro_batch_size: int
     seq_length: int
     source_length: int = 0
+    has_segments: bool = False
     itemsize: int = FLOAT32
     remat_policy: RematPolicy = REMAT_NONE
     offload: str = OFFLOAD_NONE
@@ -89,6 +93,18 @@ class MemoryInputs:
     optimizer_state: tuple[StateLeaf, ...] | None = None
     frozen: frozenset[str] = frozenset()
     blocks_overlap: bool = True
+    adapters: Mapping[str, ParamLeaf] | None = None
+    stored_itemsize: int = FLOAT32
+
+    @property
+    def saved_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters in the checkpoints of the run, by path."""
+        return self.leaves if self.adapters is None else self.adapters
+
+    @property
+    def trained_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters with gradients and moments, by path."""
+        return {path: leaf for path, leaf in self.saved_leaves.items() if path not in self.frozen}
 
     @property
     def num_experts(self) -> int:

@@ -36,8 +36,8 @@ def linear(path: str, row: str, bias: Condition | None = ALWAYS) -> Parameters:
         bias: When the bias exists, or NEVER.
     """
     leaf, name, dims = split_row(row)
-    out_dim = next(dim for atom in leaf.split() for dim in split_dims(dims) if atom in _atoms_in(dim))
-    bias_leaf = " ".join(atom for atom in leaf.split() if atom in _atoms_in(out_dim) or atom not in _atoms_in(dims))
+    out_dim = next(dim for atom in leaf.split() for dim in split_dims(dims) if atom in atoms_in(dim))
+    bias_leaf = " ".join(atom for atom in leaf.split() if atom in atoms_in(out_dim) or atom not in atoms_in(dims))
     parameters = {f"{path}.weight": Parameter(row)}
     if bias is not None:
         bias_row = f"{bias_leaf} <- {_sibling_tensor(name, 'bias')}: {out_dim}"
@@ -173,7 +173,8 @@ def split_dims(dims: str) -> list[str]:
     return re.findall(r"\([^()]*\)|[^\s()]+", dims)
 
 
-def _atoms_in(dims: str) -> list[str]:
+def atoms_in(dims: str) -> list[str]:
+    """Return the atoms in dims of a row, with those of braces and of other parts."""
     return re.findall(r"[^\W\d]\w*", dims)
 
 

@@ -94,6 +94,18 @@ class EncoderOutput(NamedTuple):
         return self._replace(states=KV(*(_take_layer(stack, layer) for stack in self.states)))
 
 
+class Segments(NamedTuple):
+    """The documents of packed rows. No token attends to another document of its row.
+
+    Attributes:
+        ids: int32 [B, T], the document of each token; 0 for padding.
+        positions: int32 [B, T], the position of each token in its document, for rotary and learned positions.
+    """
+
+    ids: Array
+    positions: Array
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMask:
     """The keys that each query of a layer attends to, and the adjustments of queries, keys and scores.
@@ -159,6 +171,11 @@ def _and(visible: Array | None, other: Array) -> Array:
     return other if visible is None else visible & other
 
 
-def causal_mask(positions: Array) -> AttentionMask:
-    """Return the causal mask of tokens at positions [T]: each attends to itself and all earlier tokens."""
-    return AttentionMask(q_positions=positions, kv_positions=positions)
+def causal_mask(positions: Array, segments: Segments | None = None) -> AttentionMask:
+    """Return the causal mask of tokens at positions [T] of a row.
+
+    Each token attends to itself and all earlier tokens, those of its own segment if there are segments. Positions of
+    the row order the tokens of a segment as positions in the segment do, and have the same distances.
+    """
+    ids = None if segments is None else segments.ids
+    return AttentionMask(positions, positions, q_segment_ids=ids, kv_segment_ids=ids)

@@ -156,14 +156,15 @@ class Dropout:
         """Drop elements of the input [B, T, D] of the first layer; positions are [T] or [B, T]."""
         return _drop_features(x, derive_key(self.key, Site.EMBEDDING, self.row_ids), positions, self.config.embedding)
 
-    def remembered_keys(self, positions: Array) -> Array | None:
+    def remembered_keys(self, positions: Array, segment_positions: Array | None = None) -> Array | None:
         """Draw the keys that forgetful causal masking (arXiv:2210.13432) leaves visible.
 
         The ratio of hidden keys is uniform between the two of `fcm_ratio`, one per row. All layers hide the same keys.
-        The key at position 0 is always visible. Integers decide, so that no device rounds differently.
+        The first key of a sequence is always visible. Integers decide, so that no device rounds differently.
 
         Args:
-            positions: Position of each key, int32 [S] or [B, S].
+            positions: Position of each key in its row, int32 [S] or [B, S].
+            segment_positions: Position of each key in its document, int32 [B, S]; None if a row is one document.
 
         Returns:
             bool [B, S]; None if no key is hidden.
@@ -174,7 +175,8 @@ class Dropout:
         ratio_bits = random_bits(derive_key(self.key, Site.FORGOTTEN_RATIO, self.row_ids), uint32(0))
         threshold = uint32(low * UNIT_RATIO) + (ratio_bits >> 16) * (high - low)  # ratio * 2^32
         row_keys = derive_key(self.key, Site.FORGOTTEN_KEYS, self.row_ids).reshape(-1, 1)
-        return (random_bits(row_keys, positions) >= threshold[:, None]) | (positions == 0)
+        is_first = (positions if segment_positions is None else segment_positions) == 0
+        return (random_bits(row_keys, positions) >= threshold[:, None]) | is_first
 
 
 def step_dropout(config: DropoutConfig, *, seed: int, step: Array, row_ids: Array) -> Dropout:

@@ -34,7 +34,9 @@ def embed_tokens(
         Token embeddings, plus learned position embeddings if the model has them.
     """
     arch_config = model.arch_config
-    x = jnp.take(params["embed"]["tokens"], _tokens_to_embed(tokens, model, forward_config.sharding), axis=0)
+    x = jnp.take(
+        params["embed"]["tokens"], _rows_to_take(tokens, "embed.tokens", model, forward_config.sharding), axis=0
+    )
     if arch_config.embed_scale != 1.0:
         x = x * jnp.asarray(arch_config.embed_scale, x.dtype)  # round the scale first, as transformers does
     x = project_width(x, params, "project_in", forward_config=forward_config)
@@ -43,18 +45,18 @@ def embed_tokens(
         if positions is None:
             x = x + order_tokens(table[offset : offset + tokens.shape[1]], forward_config.sharding)
         else:
-            x = x + table[offset + positions]
+            x = x + table[offset + _rows_to_take(positions, "embed.positions", model, forward_config.sharding)]
     return shard_residual(x, forward_config.sharding)
 
 
-def _tokens_to_embed(tokens: Array, model: ModelSpec, sharding: ShardingContext) -> Array:
-    """Return the tokens [B, T], gathered along T if the same mesh axes split T and the dims of the embedding table.
+def _rows_to_take(rows: Array, path: str, model: ModelSpec, sharding: ShardingContext) -> Array:
+    """Return row numbers [B, T] of the table at `path`, gathered along T if the same mesh axes split T and the table.
 
     XLA (jax 0.10.2) cannot compile the lookup otherwise.
     """
-    table_axes = chain(*sharding.computed_axes(model.leaves["embed.tokens"]))
-    seq_axes = sharding.activation_axes(tokens.shape, "batch", "seq")[1]
-    return sharding.constrain(tokens, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else tokens
+    table_axes = chain(*sharding.computed_axes(model.leaves[path]))
+    seq_axes = sharding.activation_axes(rows.shape, "batch", "seq")[1]
+    return sharding.constrain(rows, "batch", UNSPLIT) if {*seq_axes} & {*table_axes} else rows
 
 
 def project_width(x: Array, params: Tree, name: str, *, forward_config: ForwardConfig) -> Array:

@@ -40,6 +40,8 @@ def layer_weights(
             raise unscannable_error()
         return [weights[str(index)] for index in range(num_layers)]
     axes = {path: leaf.stack_axis for path, leaf in model.leaves.items()}
+    if model.adapters is not None:
+        axes |= {path: axes[owner] for path, owner in model.adapters.shared.items()}
     prefix = f"{stack_name}.{LAYERS}." if stack_name else f"{LAYERS}."
     leaves = flatten_tree(weights).items()
     stacked = unflatten_tree({path: jnp.moveaxis(leaf, axes[prefix + path] or 0, 0) for path, leaf in leaves})

@@ -1,4 +1,4 @@
-"""Linear projection: multiply by a weight and add the optional bias.
+"""Linear projection: multiply by a weight, and add the optional low-rank update and the optional bias.
 
 Axes: B rows of the batch, T tokens.
 """
@@ -11,25 +11,33 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax import Array, lax
 
+from trainer.models.lora import LORA_A, LORA_B
+
 
 def linear(x: Array, weights: Mapping[str, Array], *, num_devices: int = 1) -> Array:
-    """Multiply by a weight and add its bias, if it has one.
+    """Multiply by a weight, and add its low-rank update and its bias, if it has them.
 
     Args:
         x: Input [B, T, *in].
-        weights: `weight` [*out, *in], and optionally `bias` [*out].
+        weights: `weight` [*out, *in], and optionally `bias` [*out], and `lora_a` [rank, *in] with `lora_b`
+            [*out, rank], one of them scaled.
         num_devices: Devices of the mesh. On one, rows and tokens are merged into one axis, because XLA on CPUs would
             copy the output's gradient to merge them.
 
     Returns:
         [B, T, *out].
     """
-    weight = weights["weight"]
+    out = _multiply(x, weights["weight"], num_devices)
+    if LORA_B in weights:
+        out = out + _multiply(_multiply(x, weights[LORA_A], num_devices), weights[LORA_B], num_devices)
+    return out + weights["bias"] if "bias" in weights else out
+
+
+def _multiply(x: Array, weight: Array, num_devices: int) -> Array:
+    """Multiply [B, T, *in] by a weight [*out, *in]."""
     out_shape, in_size = weight.shape[: weight.ndim - x.ndim + 2], math.prod(x.shape[2:])
     if num_devices > 1:
         x_axes, weight_axes = range(2, x.ndim), range(len(out_shape), weight.ndim)
-        out = lax.dot_general(x, weight, ((tuple(x_axes), tuple(weight_axes)), ((), ())))
-    else:
-        product = jnp.einsum("ni,oi->no", x.reshape(-1, in_size), weight.reshape(-1, in_size))
-        out = product.reshape(*x.shape[:2], *out_shape)
-    return out + weights["bias"] if "bias" in weights else out
+        return lax.dot_general(x, weight, ((tuple(x_axes), tuple(weight_axes)), ((), ())))
+    product = jnp.einsum("ni,oi->no", x.reshape(-1, in_size), weight.reshape(-1, in_size))
+    return product.reshape(*x.shape[:2], *out_shape)

@@ -9,6 +9,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import check_saved_scores, check_split_sequence
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import Adapters, LoraConfig, build_adapters
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
 from trainer.models.remat import OFFLOAD_NONE, REMAT_NONE, RematPolicy, check_remat
@@ -22,9 +23,10 @@ class ModelSpec:
     Attributes:
         family: The model family.
         arch_config: The choices of its layers.
-        leaves: Each parameter by path, as the checkpoint stores it.
+        leaves: Each parameter by path, as the checkpoint stores it; adapters are among them.
         true_vocab_size: Vocabulary size without padding; padded rows follow the true ones.
         is_tied: Whether the LM head is the token embedding.
+        adapters: The low-rank adapters; None without LoRA. Only they are trained then.
     """
 
     family: Family
@@ -32,6 +34,17 @@ class ModelSpec:
     leaves: Mapping[str, ParamLeaf]
     true_vocab_size: int
     is_tied: bool
+    adapters: Adapters | None = None
+
+    @property
+    def trained_leaves(self) -> Mapping[str, ParamLeaf]:
+        """Parameters that training changes, by path; the others are frozen."""
+        return self.leaves if self.adapters is None else self.adapters.leaves
+
+    @property
+    def frozen_paths(self) -> list[str]:
+        """Paths of the parameters that training does not change."""
+        return [path for path in self.leaves if path not in self.trained_leaves]
 
     @property
     def has_stacked_layers(self) -> bool:
@@ -74,7 +87,15 @@ class ForwardConfig:
         check_split_sequence(self.attention_options.spec, self.sharding.sequence_parallel_size)
 
 
-def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool = True, scan_axis: int = 0) -> ModelSpec:
+def build_model(
+    family: Family,
+    config: HFConfig,
+    is_tied: bool,
+    *,
+    scan: bool = True,
+    scan_axis: int = 0,
+    lora: LoraConfig | None = None,
+) -> ModelSpec:
     """Build the description of a Hugging Face config's model.
 
     Args:
@@ -83,6 +104,7 @@ def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool =
         is_tied: Whether the LM head is the token embedding.
         scan: Whether each parameter of the layers is one leaf, stacked over layers.
         scan_axis: The axis over which layers are stacked.
+        lora: Settings of adapters to add to the model; None for no adapters.
 
     Returns:
         The model, without parameter values.
@@ -97,7 +119,15 @@ def build_model(family: Family, config: HFConfig, is_tied: bool, *, scan: bool =
     if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
         why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
         raise PrepError("config.json is invalid", why)
-    return ModelSpec(family=family, arch_config=arch_config, leaves=leaves, true_vocab_size=true_size, is_tied=is_tied)
+    adapters = build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
+    return ModelSpec(
+        family=family,
+        arch_config=arch_config,
+        leaves={**leaves, **adapters.leaves} if adapters else leaves,
+        true_vocab_size=true_size,
+        is_tied=is_tied,
+        adapters=adapters,
+    )
 
 
 def unscannable_error() -> PrepError:

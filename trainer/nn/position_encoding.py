@@ -45,14 +45,15 @@ def inverse_frequencies(rope: Rope, length: int) -> np.ndarray:
 
 
 def rotary_cos_sin(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Compute the rotary cosine and sine, float32 [T, R / 2], of a whole sequence.
+    """Compute the rotary cosine and sine, float32 [T, R / 2] or [B, T, R / 2], of whole rows.
 
     Args:
-        rope: The rotary embedding.
-        positions: int32 [T], the positions 0 to T - 1 in any order.
+        rope: The rotary embedding; scaling by length takes that of the row.
+        positions: int32 [T], the positions 0 to T - 1 in any order, or [B, T] if rows differ, as those of packed
+            documents do.
     """
-    frequencies = inverse_frequencies(rope, len(positions))
-    return _scaled_cos_sin(rope, positions.astype(jnp.float32)[:, None] * frequencies)
+    frequencies = inverse_frequencies(rope, positions.shape[-1])
+    return _scaled_cos_sin(rope, positions.astype(jnp.float32)[..., None] * frequencies)
 
 
 def rotary_cos_sin_at(rope: Rope, positions: Array, lengths: Array, max_length: int) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ Axes: B rows of the batch, T tokens, S source tokens or key slots, H query heads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -15,25 +15,32 @@ from jax import Array, lax
 
 from trainer.distributed.sharding import UNSPLIT
 from trainer.distributed.token_order import order_tokens
-from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYERS
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import LORA_A
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import DECODER, ENCODER
 from trainer.models.rope_config import Rope
-from trainer.nn import layer_stack, lm_head
+from trainer.nn import lm_head
 from trainer.nn.attention import project_kv
-from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, AttentionMask, CosSin, EncoderOutput, KVCache, causal_mask
-from trainer.nn.block import block
+from trainer.nn.attention_mask import (
+    KV,
+    KV_CACHE_DIMS,
+    AttentionMask,
+    CosSin,
+    EncoderOutput,
+    KVCache,
+    Segments,
+    causal_mask,
+)
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
-from trainer.nn.layer_stack import LayerCarry, layer_weights
+from trainer.nn.layer_stack import layer_weights
 from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
-from trainer.nn.norms import norm
 from trainer.nn.position_encoding import rotary_cos_sin
-from trainer.nn.score_bias import ScoreBias
+from trainer.nn.stack_run import run_layer, run_stack, with_score_bias
 
 
 def encode(
@@ -67,13 +74,13 @@ def encode(
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(source_tokens.shape[1]), sharding)
     mask = AttentionMask(q_positions=positions, kv_positions=positions, kv_valid=source_mask, is_causal=False)
-    mask = _with_score_bias(mask, params[ENCODER], arch_config, forward_config)
+    mask = with_score_bias(mask, params[ENCODER], arch_config, forward_config)
     x = embed_tokens(params, source_tokens, model, forward_config)
     if dropout is not None:
         dropout = dropout.for_stack(Stack.ENCODER)
         x = dropout.drop_embedding(x, positions)
-    run_layer = partial(_run_layer, arch_config, forward_config, mask, {}, None, dropout)
-    x, _ = _run_stack((x, None), params, ENCODER, model, arch_config, forward_config, run_layer, dropout)
+    run_one = partial(run_layer, arch_config, forward_config, mask, {}, None, dropout)
+    x, _ = run_stack((x, None), params, ENCODER, model, arch_config, forward_config, run_one, dropout)
     return EncoderOutput(sharding.constrain(x, "batch", "seq", "embed"), source_mask)
 
 
@@ -113,6 +120,7 @@ def hidden_states(
     forward_config: ForwardConfig,
     encoder_output: EncoderOutput | None = None,
     *,
+    segments: Segments | None = None,
     dropout: Dropout | None = None,
 ) -> Array:
     """Run the decoder on whole sequences with a causal mask.
@@ -123,6 +131,7 @@ def hidden_states(
         model: The model.
         forward_config: Execution options.
         encoder_output: Hidden states of the source; required if the model has an encoder.
+        segments: The documents of packed rows, in the same order as `tokens`; None if a row is one document.
         dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
 
     Returns:
@@ -137,28 +146,40 @@ def hidden_states(
         raise usage_error(f"{length} tokens per sequence", why, "a smaller `data.seq_length`")
     params = computed_params(params, model, forward_config)
     positions = order_tokens(jnp.arange(length), forward_config.sharding)
-    x, mask = embed_tokens(params, tokens, model, forward_config), causal_mask(positions)
+    segment_positions = None if segments is None else segments.positions
+    x = embed_tokens(params, tokens, model, forward_config, segment_positions)
+    mask = causal_mask(positions, segments)
+    rotary_positions = positions if segment_positions is None else segment_positions
     if dropout is not None:
         dropout = dropout.for_stack(Stack.DECODER)
         x = dropout.drop_embedding(x, positions)
-        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions))
+        mask = dataclasses.replace(mask, kv_valid=dropout.remembered_keys(positions, segment_positions))
     return run_decoder(
         params,
         x,
         model=model,
         forward_config=forward_config,
         mask=mask,
-        cos_sin_by_rope={rope: rotary_cos_sin(rope, positions) for rope in arch_config.ropes},
+        cos_sin_by_rope={rope: rotary_cos_sin(rope, rotary_positions) for rope in arch_config.ropes},
         encoder_output=encoder_output,
         dropout=dropout,
     )[0]
 
 
 def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfig) -> Tree:
-    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves."""
+    """Cast all parameters to the dtype of the computation, and reshard those that are stored by rules of leaves.
+
+    The matrices A of adapters are scaled, in float32, and copied to the projections that share them.
+    """
     constrain, dtype = forward_config.sharding.constrain_param, forward_config.dtype
-    leaves = flatten_tree(params).items()
-    return unflatten_tree({path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves})
+    leaves = flatten_tree(params)
+    if model.adapters is None:
+        shared = {}
+    else:
+        scaling, shared = model.adapters.config.scaling, model.adapters.shared
+        leaves |= {path: leaves[path] * scaling for path in model.adapters.leaves if path.endswith(LORA_A)}
+    computed = {path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()}
+    return unflatten_tree(computed | {path: computed[owner] for path, owner in shared.items()})
 
 
 def run_decoder(
@@ -197,49 +218,13 @@ def run_decoder(
         has = "no encoder" if arch_config.encoder is None else "an encoder"
         passed = "missing" if encoder_output is None else "passed"
         raise ValueError(f"{model.family.name} has {has}, but encoder_output is {passed}")
-    mask = _with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
-    run_layer = partial(_run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
-    x, kv_cache = _run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_layer, dropout)
+    mask = with_score_bias(mask, params[stack_name] if stack_name else params, arch_config, forward_config)
+    run_one = partial(run_layer, arch_config, forward_config, mask, cos_sin_by_rope, encoder_output, dropout)
+    x, kv_cache = run_stack((x, kv_cache), params, stack_name, model, arch_config, forward_config, run_one, dropout)
     x = project_width(x, params, "project_out", forward_config=forward_config)
     if arch_config.lm_head_input_scale != 1.0:  # in float32: a rounded scale would change all logits
         x = (x.astype(jnp.float32) * arch_config.lm_head_input_scale).astype(x.dtype)
     return x, None if kv_cache is None else kv_cache.advance(x.shape[1])
-
-
-def _run_stack(
-    carry: LayerCarry,
-    params: Tree,
-    stack_name: str,
-    model: ModelSpec,
-    arch_config: ArchConfig,
-    forward_config: ForwardConfig,
-    run_layer: Callable[..., LayerCarry],
-    dropout: Dropout | None,
-) -> LayerCarry:
-    """Run all layers and the final norm of the encoder or decoder; `stack_name` is empty in decoder-only models."""
-    stack = params[stack_name] if stack_name else params
-    num_layers = len(arch_config.sliding_windows)
-    layers = layer_weights(stack[LAYERS], stack_name, num_layers, model, forward_config)
-    layers = layer_stack.with_layer_inputs(layers, arch_config, dropout)
-    x, kv_cache = layer_stack.run_layers(carry, layers, run_layer, forward_config, arch_config)
-    return norm(x, stack.get("final_norm", {}), arch_config) if arch_config.has_final_norm else x, kv_cache
-
-
-def _with_score_bias(
-    mask: AttentionMask, params: Tree, arch_config: ArchConfig, forward_config: ForwardConfig
-) -> AttentionMask:
-    """Add the bias of scores by relative position, if the family has one.
-
-    The reference kernel needs all of it in every layer, so it is computed once.
-    """
-    if arch_config.relative_position_bias is None:
-        return mask
-    table = params["relative_positions"]["weight"]
-    bias = ScoreBias(table, arch_config.relative_position_bias, forward_config.sharding)
-    mask = dataclasses.replace(mask, bias=bias)
-    if forward_config.attention_options.kernel != "reference":
-        return mask
-    return dataclasses.replace(mask, bias=dataclasses.replace(bias, precomputed=mask.score_bias()))
 
 
 def compute_logits(
@@ -286,8 +271,9 @@ def loss_sums(
     Args:
         params: Parameters of the model.
         batch: `tokens` and `targets` int32 [B, T] and `weights` float32 [B, T], 0 for a token without a target. For
-            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. Columns are in the
-            `token_order` of the mesh.
+            a model with an encoder also `source` int32 [B, S] and `present` [B, S], 0 for padding. For packed
+            documents also `segment_ids` and `positions`, as in `Segments`. Columns are in the `token_order` of the
+            mesh.
         model: The model.
         forward_config: Execution options.
         loss_terms: Terms of the loss besides the cross entropy.
@@ -329,7 +315,10 @@ def _hidden_states_of_batch(
     if model.arch_config.encoder is not None:
         source_mask = batch["present"] != 0
         encoder_output = encode(params, batch["source"], model, forward_config, source_mask, dropout=dropout)
-    x = hidden_states(params, batch["tokens"], model, forward_config, encoder_output, dropout=dropout)
+    segments = Segments(batch["segment_ids"], batch["positions"]) if "segment_ids" in batch else None
+    x = hidden_states(
+        params, batch["tokens"], model, forward_config, encoder_output, segments=segments, dropout=dropout
+    )
     return forward_config.sharding.constrain(x, "batch", "seq", UNSPLIT)  # logits are split along the vocabulary
 
 
@@ -353,41 +342,3 @@ def _lm_head_weight(params: Tree, model: ModelSpec, forward_config: ForwardConfi
 def _lm_head_bias(params: Tree) -> Array | None:
     """Return the head's bias [V]; None if the head has none."""
     return params.get("head", {}).get("bias")
-
-
-def _run_layer(
-    arch_config: ArchConfig,
-    forward_config: ForwardConfig,
-    mask: AttentionMask,
-    cos_sin_by_rope: Mapping[Rope, CosSin],
-    encoder_output: EncoderOutput | None,
-    dropout: Dropout | None,
-    window: int,
-    carry: LayerCarry,
-    weights: Tree,
-) -> LayerCarry:
-    """Run one layer with its window, rotary embedding, score scale and random masks."""
-    x, kv_cache = carry
-    if encoder_output is not None and kv_cache is not None:
-        encoder_output = encoder_output.for_layer(kv_cache.layer)
-    rope = arch_config.rope_for(window)
-    layer_mask = dataclasses.replace(
-        mask,
-        window=window,
-        cos_sin=cos_sin_by_rope[rope] if rope else None,
-        layer_score_scale=weights.get(layer_stack.LAYER_SCORE_SCALE),
-    )
-    return block(
-        x,
-        weights,
-        LayerContext(
-            arch_config,
-            layer_mask,
-            forward_config.sharding,
-            kv_cache=kv_cache,
-            encoder_output=encoder_output,
-            attention_options=forward_config.attention_options,
-            ffn_chunk_size=forward_config.ffn_chunk_size,
-            dropout=dropout and dropout.for_layer(weights.get(layer_stack.LAYER_DROPOUT_KEYS), mask.q_positions),
-        ),
-    )

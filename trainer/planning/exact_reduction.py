@@ -51,7 +51,7 @@ def reduction_shards(recipe: Recipe, shape: BatchShape, *, mesh: Mesh, rules: Ru
 
 
 def rows_per_device(shape: BatchShape, num_shards: int, *, num_replicas: int) -> int:
-    """Return the sequences that a device computes at the same time.
+    """Return the sequences computed by a device at the same time.
 
     Args:
         shape: The shape of a batch.

@@ -36,7 +36,7 @@ def check_patterns(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> No
 
 
 def trained_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-    """Return the parameters that a recipe trains."""
+    """Return the parameters trained by a recipe."""
     return {path: leaf for path, leaf in leaves.items() if not matches_any(table.freeze, path)}
 
 
@@ -50,7 +50,7 @@ def state_leaves(table: OptimizerTable, leaves: Mapping[str, ParamLeaf]) -> tupl
 
 
 def _moments(table: OptimizerTable, leaf: ParamLeaf) -> Iterator[tuple[int, ...]]:
-    """Yield for each moment of a parameter the axes that it lacks."""
+    """Yield the missing axes of each moment of a parameter."""
     match table:
         case AdamWTable():
             yield from (NO_AXES, NO_AXES)

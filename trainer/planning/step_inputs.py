@@ -30,7 +30,8 @@ from trainer.models.rules import Rules
 from trainer.planning.exact_reduction import reduction_shards, rows_per_device
 from trainer.planning.optimizer_state import state_leaves, trained_leaves
 from trainer.recipe import Recipe, batch_shape
-from trainer.recipe.field_checks import check_source_length
+from trainer.recipe.field_checks import check_packing, check_source_length
+from trainer.recipe.text_fields import SEGMENTED
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -83,6 +84,7 @@ def step_inputs(
             recipe lacks a feature of the run or does not run on the devices, or sources have no maximum length.
     """
     check_source_length(recipe.data, has_encoder=model.arch_config.encoder is not None)
+    check_packing(recipe.data, has_encoder=model.arch_config.encoder is not None)
     check_token_split(recipe, num_sequence_shards(mesh, rules))
     n_replicas = num_batch_shards(mesh, rules)
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=n_replicas)
@@ -102,6 +104,7 @@ def step_inputs(
         micro_batch_size=num_rows * n_replicas,
         seq_length=recipe.data.seq_length,
         source_length=recipe.data.source_length or 0,
+        has_segments=has_segments(recipe),
         itemsize=ITEMSIZES["float32" if widens_bfloat16 else recipe.model.dtype],
         remat_policy=recipe.model.remat_policy,
         offload=recipe.model.offload,
@@ -141,12 +144,18 @@ def attention_needs(
         remat_policy=recipe.model.remat_policy,
         num_sequence_shards=num_sequence_shards(mesh, rules),
         dropout=dropout,
+        has_segments=has_segments(recipe),
     )
     return AttentionNeeds(
         model_features(model.arch_config, model.leaves) | features,
         dtype=recipe.model.dtype,
         head_dim=dim_extent(model.leaves, "head_dim"),
     )
+
+
+def has_segments(recipe: Recipe) -> bool:
+    """Return whether documents share a sequence and do not attend to each other."""
+    return recipe.data.packing == SEGMENTED
 
 
 def run_dropout(recipe: Recipe, config: HFConfig) -> DropoutConfig:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU, DeviceKind
+from trainer.models.lora import build_adapters
 from trainer.models.memory_estimate import MemoryEstimate, estimate_memory
-from trainer.models.memory_inputs import MemoryInputs
+from trainer.models.memory_inputs import FLOAT32, MemoryInputs
 from trainer.models.mesh import Mesh, parse_mesh
+from trainer.models.param_tree import ParamLeaf
 from trainer.models.partition import leaf_spec
+from trainer.models.registry import family_of
 from trainer.models.rules import Rules, check_leaf_rules
 from trainer.models.slices import SliceCounts, check_slices, parse_slice_counts
 from trainer.planning.accelerators import Accelerator
 from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
-from trainer.planning.optimizer_state import check_patterns
+from trainer.planning.optimizer_state import check_patterns, state_leaves, trained_leaves
 from trainer.planning.step_flops import StepFlops, count_step_flops
 from trainer.planning.step_inputs import run_dropout, step_inputs
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
 from trainer.recipe import Recipe
+
+FROZEN_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,8 @@ def plan_training(
     check_slices(mesh, slices)
     shapes = model.shapes(mesh, rules)
     check_leaf_rules(rules, {path: leaf.dims for path, leaf in shapes.leaves.items()})
-    check_patterns(recipe.optimizer, shapes.leaves)
+    if not recipe.lora.is_enabled:
+        check_patterns(recipe.optimizer, shapes.leaves)
     for leaf in shapes.leaves.values():
         leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules)
     widens_bfloat16 = device.platform == CPU.platform
@@ -119,6 +125,8 @@ def plan_training(
         widens_bfloat16=widens_bfloat16,
         dropout=run_dropout(recipe, model.config),
     )
+    if recipe.lora.is_enabled:
+        inputs = _with_adapters(inputs, recipe, model)
     return TrainingPlan(
         recipe=recipe,
         mesh=mesh,
@@ -129,6 +137,33 @@ def plan_training(
         device=device,
         slices=slices,
     )
+
+
+def _with_adapters(inputs: MemoryInputs, recipe: Recipe, model: PlannedModel) -> MemoryInputs:
+    """Return the inputs of a run that trains only adapters."""
+    adapters = _adapters(recipe, model)
+    return replace(
+        inputs,
+        adapters=adapters,
+        stored_itemsize=_frozen_itemsize(recipe, model),
+        optimizer_state=state_leaves(recipe.optimizer, adapters),
+        frozen=frozenset(adapters.keys() - trained_leaves(recipe.optimizer, adapters).keys()),
+    )
+
+
+def _adapters(recipe: Recipe, model: PlannedModel) -> Mapping[str, ParamLeaf]:
+    """Return the adapters of a recipe; none, which take little memory, if they are those of a file."""
+    lora, family = recipe.lora.new_adapters, family_of(model.config)
+    if lora is None:
+        return {}
+    return build_adapters(family, model.config, lora, scan=model.scan, scan_axis=model.scan_axis).leaves
+
+
+def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
+    """Return the bytes per element of frozen parameters; 4 if the config does not name their dtype."""
+    dtype = recipe.lora.base_dtype
+    stored = model.config.get("dtype") or model.config.get("torch_dtype")
+    return FROZEN_ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

@@ -13,8 +13,10 @@ from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
+from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, parse_sources, source_data
 from trainer.recipe.field_checks import field_problems
 from trainer.recipe.formatting import example_value, format_value
+from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
@@ -37,7 +39,8 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _model_problems(recipe)
     yield from _rope_problems(recipe)
     yield from _dropout_problems(recipe)
-    yield from field_problems(recipe)
+    yield from _lora_problems(recipe)
+    yield from _dataset_problems(recipe)
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
@@ -115,6 +118,51 @@ def _dropout_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from problem_if_raised(lambda: check_fcm_ratio(fcm_ratio), FCM_KEY)
 
 
+def _lora_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of adapters that another key determines, or that have no effect without adapters."""
+    lora, default = recipe.lora, Lora()
+    settings = {key: getattr(lora, key) != getattr(default, key) for key in ("rank", "alpha", "targets", "use_rslora")}
+    for key, is_set in settings.items():
+        if lora.path is not None and is_set:
+            why = f"`lora.path` is {format_value(lora.path)}, and the adapter has its own"
+            yield Problem((f"lora.{key}",), f"`lora.{key}` is {format_value(getattr(lora, key))}", why, "remove it")
+    if lora.is_enabled and recipe.model.is_random:
+        why = "adapters are trained for a checkpoint, and `model.init` is random"
+        yield Problem(
+            ("lora.rank", "lora.path"), "`lora` needs a checkpoint", why, "remove [lora], or set `model.path`"
+        )
+    changed = [key for key in (*settings, "base_dtype") if getattr(lora, key) != getattr(default, key)]
+    if not lora.is_enabled and changed:
+        what = f"`lora.{changed[0]}` is {format_value(getattr(lora, changed[0]))}"
+        yield Problem((f"lora.{changed[0]}",), what, "there are no adapters: `lora.rank` is 0", "`rank = 16` in [lora]")
+
+
+def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield problems of the fields of each dataset and of `data.sources`, and keys of one dataset beside it."""
+    data = recipe.data
+    if data.sources is None:
+        yield from field_problems(recipe)
+        return
+    problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
+    yield from problems or _source_field_problems(recipe)
+    for key in ("data.path", "data.eval_path", "data.eval_split", "data.config", "data.split", "data.revision"):
+        if value_of(recipe, key) is not None:
+            why = f"`{SOURCES_KEY}` names the datasets"
+            hint = f"`{key.removeprefix('data.')}` in the tables of `{SOURCES_KEY}`, or no tables"
+            yield Problem((key,), f"`{key}` is {format_value(value_of(recipe, key))}", why, hint)
+    if data.holdout and any({*EVAL_KEYS} & {*table} for table in data.sources):
+        what = f"`data.holdout` is {data.holdout:g}, and tables of `{SOURCES_KEY}` have evaluation data of their own"
+        yield Problem(("data.holdout",), what, "both set the evaluation data", "remove one of them")
+
+
+def _source_field_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the fields of each source."""
+    for source in parse_sources(recipe.data):
+        part = recipe.model_copy(update={"data": source_data(recipe.data, source)})
+        for problem in field_problems(part):
+            yield Problem((SOURCES_KEY,), f"source `{source.name}`: {problem.what}", problem.why, problem.hint)
+
+
 def _batch_problems(recipe: Recipe) -> Iterator[Problem]:
     batch = recipe.batch
     micro_keys = [key for key in ("batch.per_device", "batch.per_replica") if value_of(recipe, key)]
@@ -139,10 +187,12 @@ def _run_length_problems(recipe: Recipe) -> Iterator[Problem]:
 
 def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
-    if data.holdout and data.eval_path:
-        yield _exclusive_keys(recipe, "data.holdout", "data.eval_path", "both set the evaluation data")
+    for key in ("data.eval_path", "data.eval_split"):
+        if data.holdout and value_of(recipe, key):
+            yield _exclusive_keys(recipe, "data.holdout", key, "both set the evaluation data")
+    has_eval_data = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
     for key in ("train.eval_every", "eval.limit", "eval.at_start"):
-        if value_of(recipe, key) and not data.holdout and not data.eval_path:
+        if value_of(recipe, key) and not data.holdout and not has_eval_data:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")

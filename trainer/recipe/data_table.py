@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PathText, UnitInterval, if_absent
-from trainer.recipe.text_fields import DataFormat, DataType
+from trainer.recipe.key_types import (
+    STRICT,
+    DataSources,
+    NonNegativeInt,
+    Paths,
+    PathText,
+    UnitInterval,
+    if_absent,
+)
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype, Objective, Packing
 
 
 class Data(BaseModel):
@@ -16,9 +24,54 @@ class Data(BaseModel):
     model_config = STRICT
 
     type: DataType = Field(
-        description="text: each file is a document; json: each line is an object with a document", examples=["text"]
+        default="auto",
+        description="text: each file is a document; json: each line is an object with a document; csv: each row has "
+        "one, also in .tsv files; parquet and arrow: tables with a document per row; ids: .npy and .bin files of token "
+        "ids; auto: as the suffixes of the files tell. Files of text, json and csv may be compressed (.gz, .zst)",
+        examples=["text"],
     )
-    path: Paths = Field(description="files, folders or globs", examples=["data/train.txt"])
+    path: Paths | None = Field(
+        description="files, folders or globs, also in `gs://`, `s3://` and `hf://` URLs",
+        examples=["data/train.txt"],
+        json_schema_extra=if_absent("required, or `sources`"),
+    )
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="configuration of a dataset on the hub",
+        examples=["wikitext-103-raw-v1"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of a dataset on the hub or in a saved folder",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="branch, tag or commit of a dataset on the hub",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
+    sources: DataSources | None = Field(
+        default=None,
+        description="tables `[[data.sources]]` instead of `path`: several datasets that are mixed",
+        examples=[
+            [{"name": "wiki", "path": "wiki.jsonl", "weight": 3}, {"name": "code", "path": "code.jsonl", "weight": 1}]
+        ],
+        json_schema_extra=if_absent("the dataset of `path`"),
+    )
+    ids_dtype: IdsDtype = Field(
+        default=DEFAULT_IDS_DTYPE, description="dtype of the token ids in .bin files", examples=["uint32"]
+    )
+    bad_lines: NonNegativeInt = Field(
+        default=0,
+        description="invalid lines and rows that are skipped; the first ones are reported, and one more is an error",
+        examples=[10],
+    )
     format: DataFormat = Field(
         default="text",
         description="text: columns of texts or token ids; prompt_completion: text with the `fields` "
@@ -33,7 +86,7 @@ class Data(BaseModel):
         "fields in brackets; without an encoder they have no loss. `a+b` joins texts, `<|bos|>`, `<|eos|>` and "
         "`<|ID|>` are tokens, and `{column}` has token ids (a list, or base64 of little-endian int32)",
         examples=["text"],
-        json_schema_extra=if_absent('"text" for json'),
+        json_schema_extra=if_absent('"text", if the files have columns'),
     )
     fields_from_example: str | None = Field(
         default=None,
@@ -59,7 +112,8 @@ class Data(BaseModel):
     )
     always_start_with_bos: bool = Field(
         default=False,
-        description="replace the first input token of each sequence by the beginning-of-sequence token; targets stay",
+        description="replace the first input token of each sequence, or of each of its documents with `packing` "
+        "documents, by the beginning-of-sequence token; targets stay",
         examples=[True],
     )
     max_examples: NonNegativeInt = Field(
@@ -89,10 +143,27 @@ class Data(BaseModel):
         description="tokens per sequence; with an encoder, maximum tokens of a target: longer targets are truncated",
         examples=[1024],
     )
-    packing: Literal["concatenate"] = Field(
+    packing: Packing = Field(
         default="concatenate",
-        description="concatenate all documents and cut them into sequences; the remainder is dropped. With an "
-        "encoder, each pair of source and target is a sequence of its own",
+        description="concatenate: all documents are concatenated and cut into sequences; the remainder is dropped. "
+        "documents: whole documents share a sequence, and none attends to another. none: each document is a sequence "
+        "of its own, padded. With the last two, longer documents are cut. With an encoder, each pair of source and "
+        "target is a sequence of its own",
+        examples=["documents"],
+    )
+    objective: Objective = Field(
+        default="next_token",
+        description="next_token: predict each token from those before it, and from the source; span_corruption: an "
+        "encoder reads a block of concatenated text without random spans, which the decoder predicts (T5)",
+        examples=["span_corruption"],
+    )
+    noise_density: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.15,
+        description="fraction of the tokens of a block that span corruption moves to the target",
+        examples=[0.15],
+    )
+    mean_noise_span_length: Annotated[float, Field(ge=1)] = Field(
+        default=3.0, description="mean tokens of a span of span corruption", examples=[3.0]
     )
     holdout: UnitInterval = Field(
         default=0.0,
@@ -105,6 +176,13 @@ class Data(BaseModel):
         examples=["data/validation.txt"],
         json_schema_extra=if_absent("the sequences of `holdout`"),
     )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of `eval_path`, or of `path`, to evaluate on",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
     cache: PathText | None = Field(
         default=None,
         description="folder of the tokenized data",
@@ -112,3 +190,8 @@ class Data(BaseModel):
         json_schema_extra=if_absent("`data` in the run's folder"),
     )
     shuffle: bool = Field(default=True, description="shuffle the sequences in each epoch", examples=[True])
+
+    @property
+    def eval_paths(self) -> Paths | None:
+        """Files to evaluate on: another split of `path`, if there is no `eval_path`; None for held-out sequences."""
+        return self.path if self.eval_path is None and self.eval_split is not None else self.eval_path

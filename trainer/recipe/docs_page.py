@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.recipe.data_sources import SOURCE_SCHEMAS, SOURCES_KEY, DataSource
 from trainer.recipe.formatting import describe_type, to_toml
 from trainer.recipe.synonyms import SYNONYMS
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, schema, table_members
@@ -110,7 +111,9 @@ def render_page() -> str:
             parts.append(f"\n## {title}\n\n{description}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
             current_table = table
         parts.append(_key_row(name, KEY_SCHEMAS[key]))
-    return "".join([*parts, OUTRO, OPTIMIZERS, *_optimizer_rows(), NAMES, *map(_synonym_row, SYNONYMS.items())])
+    optimizers = [OPTIMIZERS, *_optimizer_rows()]
+    synonyms = [NAMES, *map(_synonym_row, SYNONYMS.items())]
+    return "".join([*parts, *_sources_section(), OUTRO, *optimizers, *synonyms])
 
 
 def _optimizer_rows() -> Iterator[str]:
@@ -131,6 +134,14 @@ def _default(key_schema: Mapping[str, Any]) -> str:
     if "absent" in key_schema:
         return str(key_schema["absent"])
     return to_toml(key_schema["default"]) if "default" in key_schema else "required"
+
+
+def _sources_section() -> Iterator[str]:
+    """Yield the section about the tables of `data.sources`."""
+    yield f"\n## `[[{SOURCES_KEY}]]`\n\n{DataSource.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+    for name, key_schema in SOURCE_SCHEMAS.items():
+        default = key_schema.get("absent") or ("that of `[data]`" if "default" in key_schema else "required")
+        yield f"| `{name}` | {describe_type(key_schema)} | {default} | {key_schema['description']} |\n"
 
 
 def _table_description(recipe_schema: Mapping[str, Any], table: str) -> str:

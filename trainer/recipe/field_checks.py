@@ -9,10 +9,12 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem, problem_if_raised
+from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
 from trainer.recipe.tables import Recipe, value_of
-from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS
+from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIELDS, PLAIN
 
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
+NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
 COLUMN_KEYS = ("data.fields", "data.fields_from_example", "data.format", "data.subfield_separator")
 
 
@@ -23,6 +25,7 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
     else:
         yield from _list_problems(recipe)
     yield from _source_problems(recipe)
+    yield from _objective_problems(recipe)
 
 
 def check_source_length(data: Data, *, has_encoder: bool) -> None:
@@ -32,6 +35,16 @@ def check_source_length(data: Data, *, has_encoder: bool) -> None:
     if data.fields_from_example is not None or (data.fields and parse_fields(data.fields).source):
         why = "the model has an encoder, which reads at most that number of tokens of a source"
         raise usage_error("`data.source_length` is missing", why, "`source_length = 512` in [data]")
+
+
+def check_packing(data: Data, *, has_encoder: bool) -> None:
+    """Raise UsageError if a model with or without an encoder cannot train on the sequences of the data."""
+    if has_encoder and data.packing != CONCATENATED:
+        why = "the model has an encoder: each pair of a source and a target is a sequence of its own"
+        raise usage_error(f"`data.packing` is {format_value(data.packing)}", why, "remove it")
+    if data.objective == SPAN_CORRUPTION and not has_encoder:
+        why = "the model has no encoder to read the text without the spans"
+        raise usage_error(f"`data.objective` is {format_value(data.objective)}", why, "remove it, or take a T5 model")
 
 
 def _column_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -66,7 +79,30 @@ def _source_problems(recipe: Recipe) -> Iterator[Problem]:
         has_source = has_columns and bool(parse_fields(data.fields or "").source)
     except PrepError:
         return  # reported by _list_problems
-    for key in SOURCE_KEYS:
+    keys = ("data.source_prefix",) if data.objective == SPAN_CORRUPTION else SOURCE_KEYS
+    for key in keys:
         if value_of(recipe, key) is not None and not has_source:
             what, why = f"`{key}` is {format_value(value_of(recipe, key))}", "`data.fields` has no source in brackets"
             yield Problem((key,), what, why, '`fields = "[article], summary"`')
+
+
+def _objective_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys that span corruption does not support, and keys of span corruption without it."""
+    data = recipe.data
+    if data.objective != SPAN_CORRUPTION:
+        for key in NOISE_KEYS:
+            if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
+                what, why = f"`{key}` is {format_value(value_of(recipe, key))}", f"`data.objective` is {data.objective}"
+                yield Problem((key,), what, why, '`objective = "span_corruption"`')
+        return
+    yield from problem_if_raised(lambda: recipe_span_sizes(data), "data.source_length", "data.seq_length", *NOISE_KEYS)
+    is_set = {
+        "data.format": data.format != PLAIN,
+        "data.fields": data.fields is not None and "[" in data.fields,
+        "data.fields_from_example": data.fields_from_example is not None,
+        "data.packing": data.packing != "concatenate",
+        "data.always_start_with_bos": data.always_start_with_bos,
+    }
+    for key in (key for key, value in is_set.items() if value):
+        what = f"`{key}` is {format_value(value_of(recipe, key))}"
+        yield Problem((key,), what, "span corruption takes blocks of concatenated text", "remove it")

@@ -31,6 +31,12 @@ Paths = Annotated[
 ]
 
 
+DataSources = Annotated[
+    tuple[dict[str, Any], ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1}),
+]
 RuleTexts = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
@@ -61,6 +67,9 @@ RatioRange = Annotated[
         }
     ),
 ]
+
+
+PATH_OR_SOURCES = {"absent": "required, or `sources`"}
 
 
 def if_absent(meaning: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.checks import find_problems
 from trainer.recipe.corrections import correct_value
+from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
+from trainer.recipe.data_table import Data
 from trainer.recipe.diagnostics import Diagnostic, diagnostics_error
 from trainer.recipe.formatting import alternatives, describe_type, example_value, format_value, suggest
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
@@ -160,11 +162,15 @@ def _with_dependent_defaults(raw: RawRecipe) -> dict[str, Any]:
         **{name: {} for name in TABLE_NAMES},
         **_drop_unknown_keys(raw.tables),
     }
-    data_type = raw.get("data.type") if raw.has("data.type") else None
+    if not isinstance(tables["data"], dict):
+        return tables
+    data_type = tables["data"].get("type", Data.model_fields["type"].default)
     if isinstance(data_type, str) and data_type in DEFAULT_FIELDS and not raw.has("data.fields_from_example"):
         data_format = raw.get("data.format") if raw.has("data.format") else None
         fields = FORMAT_FIELDS.get(str(data_format), DEFAULT_FIELDS[data_type])
         tables["data"] = {"fields": fields} | tables["data"]
+    if raw.has(SOURCES_KEY):
+        tables["data"] = {"path": None} | tables["data"]
     return tables
 
 
@@ -185,7 +191,7 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
     """Expand `~` and `${NAME}` in all paths; return the recipe, and the diagnostics of paths that cannot be."""
     tables, diagnostics = raw.copy_tables(), []
     for key in KEY_SCHEMAS:
-        if is_path(key) and raw.has(key):
+        if (is_path(key) or key == SOURCES_KEY) and raw.has(key):
             table, _, name = key.partition(".")
             try:
                 tables[table][name] = _expand_value(raw.get(key), key)
@@ -197,6 +203,9 @@ def _expand_paths(raw: RawRecipe) -> tuple[RawRecipe, list[Diagnostic]]:
 def _expand_value(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return [_expand_value(item, key) for item in value]
+    if isinstance(value, dict):  # a table of `data.sources`
+        paths = {name: _expand_value(value[name], key) for name in SOURCE_PATHS if name in value}
+        return value | paths
     return _expand_path(value, key) if isinstance(value, str) else value
 
 

@@ -22,6 +22,7 @@ from trainer.recipe.key_types import (
     UnitInterval,
     if_absent,
 )
+from trainer.recipe.lora_table import Lora
 from trainer.recipe.model_table import Model
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AnyOptimizerTable
 from trainer.recipe.run_tables import Checkpoint, Cluster, Eval, Log
@@ -153,6 +154,7 @@ class Recipe(BaseModel):
     data: Data
     batch: Batch
     optimizer: AnyOptimizerTable = Field(description="The optimizer and its learning rate schedule.")
+    lora: Lora = Lora()
     loss: Loss = Loss()
     train: Train
     eval: Eval = Eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 
 import jax
@@ -12,19 +13,24 @@ from trainer.distributed.process_shards import index_box
 from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.training.step import TrainState, leaf_name
 
-OPT_STATE = "opt_state"
+PARAMS, OPT_STATE = "params", "opt_state"
 
 
-def host_leaves(state: TrainState, optimizer_state: bool = True) -> dict[str, HostLeaf]:
-    """Return every leaf of the state by name, with the shards that this process saves.
+def host_leaves(
+    state: TrainState, optimizer_state: bool = True, *, frozen: Collection[str] = ()
+) -> dict[str, HostLeaf]:
+    """Return the leaves of the state by name, with the shards that this process saves.
 
     Args:
         state: The training state.
         optimizer_state: Include the optimizer's moments.
+        frozen: Paths of parameters to leave out.
     """
     kept = state if optimizer_state else {name: value for name, value in state.items() if name != OPT_STATE}
-    leaves = jax.tree_util.tree_flatten_with_path(kept)[0]
-    return {leaf_name(path): _host_leaf(leaf, number) for number, (path, leaf) in enumerate(leaves)}
+    excluded = {f"{PARAMS}.{path}" for path in frozen}
+    named = [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(kept)[0]]
+    leaves = [(name, leaf) for name, leaf in named if name not in excluded]
+    return {name: _host_leaf(leaf, number) for number, (name, leaf) in enumerate(leaves)}
 
 
 def _host_leaf(leaf: jax.Array, number: int) -> HostLeaf:

@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trainer.data.packing import ColumnSpecs, packed_columns
+from trainer.data.packed_documents import document_columns
+from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import make_sharding_context
 from trainer.distributed.topology import run_compile_process, tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
-from trainer.models.errors import USAGE, PrepError, UsageError
+from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
 from trainer.models.mesh import Mesh, parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
-from trainer.planning.step_inputs import run_dropout
+from trainer.planning.step_inputs import has_segments, run_dropout
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
-from trainer.recipe.tables import Data
 from trainer.training.attention_choice import preferred_kernel
 from trainer.training.feed import column_shapes
 from trainer.training.setup import (
@@ -73,7 +73,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     devices = tpu_devices(topology, num_slices(slices)) if topology else None
     sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices, slices=slices)
     device = device_kind(sharding) if topology else ANY_ACCELERATOR  # simulated devices stand for accelerators
-    model = model_from_manifest(manifest)
+    model = model_from_manifest({**manifest, **_lora_entry(recipe)})
     check_model_layout(recipe, model, sharding)
     dropout = run_dropout(recipe, manifest["config"])
     setup = build_step_setup(
@@ -86,15 +86,24 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
         device=device,
     )
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
-    batch = column_shapes(_columns(recipe.data), shape.size, sharding)
+    batch = column_shapes(_columns(recipe), shape.size, sharding)
     return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices")
 
 
-def _columns(data: Data) -> ColumnSpecs:
+def _lora_entry(recipe: Recipe) -> dict[str, Any]:
+    """Return the manifest's entry for the adapters of a recipe; empty without adapters."""
+    if recipe.lora.path is not None:
+        why, hint = "the rank is in the adapter's files, which are not read", "`lora.rank` instead of `lora.path`"
+        raise usage_error("`lora.path` is not supported for `--compile`", why, hint)
+    lora = recipe.lora.new_adapters
+    return {} if lora is None else {"lora": asdict(lora)}
+
+
+def _columns(recipe: Recipe) -> ColumnSpecs:
     """Return length and dtype of each array of a training row."""
-    return (
-        seq2seq_columns(data.source_length, data.seq_length) if data.source_length else packed_columns(data.seq_length)
-    )
+    if recipe.data.source_length:
+        return seq2seq_columns(recipe.data.source_length, recipe.data.seq_length)
+    return document_columns(recipe.data.seq_length, has_segments=has_segments(recipe))
 
 
 def main() -> None:

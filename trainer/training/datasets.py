@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,35 +11,28 @@ from typing import Any
 from trainer.data.chat_template import load_chat_template
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
+from trainer.data.find_files import NO_REMOTE_FILES
+from trainer.data.packed_documents import DocumentDataset, document_dataset
 from trainer.data.packing import Dataset, PackedDataset, split_holdout
+from trainer.data.remote_files import RemoteFiles
 from trainer.data.seq2seq import seq2seq_dataset
+from trainer.data.span_corruption import SpanCorruptionDataset, SpecialIds, sentinel_ids
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import TokenizeConfig
+from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.models.errors import PrepError, usage_error
 from trainer.nn.model_spec import ModelSpec
 from trainer.recipe import Recipe
-from trainer.recipe.field_checks import check_source_length
+from trainer.recipe.data_table import Data
+from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
-from trainer.recipe.tables import Data
+from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
+from trainer.recipe.text_fields import CONCATENATED
 from trainer.training.shared_tokens import tokenize_in_group
+from trainer.training.source_datasets import Datasets, build_mixture, eval_selection, train_selection
 
 CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class Datasets:
-    """Training and evaluation datasets of a run.
-
-    Attributes:
-        train: Rows to train on.
-        evaluation: Rows to evaluate on; None without evaluation.
-        identity: Digest of the tokens of both, compared on resume.
-    """
-
-    train: Dataset
-    evaluation: Dataset | None
-    identity: str
 
 
 def build_datasets(
@@ -49,7 +42,8 @@ def build_datasets(
     manifest: Mapping[str, Any],
     folders: Mapping[str, Path],
     group: ProcessGroup | None = None,
-    progress: Callable[[int, int], None],
+    remote: RemoteFiles = NO_REMOTE_FILES,
+    progress: Callable[[int, int, int], None],
     note: Callable[[str], None],
 ) -> Datasets:
     """Tokenize the data of a recipe, or map the tokens that an earlier run made.
@@ -63,7 +57,8 @@ def build_datasets(
         folders: `tokenizer` and `cache`: defaults for the recipe keys of these names. `spare`, optional: folder for
             tokens that the cache lacks, if the cache must not be written to.
         group: Processes of the job; None for one process.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        remote: Finds the data files of URLs.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
     Returns:
@@ -72,20 +67,50 @@ def build_datasets(
     Raises:
         PrepError: The data, the tokenizer or the holdout is invalid, or does not fit the model.
     """
-    config = _tokenize_config(recipe.data, model, manifest["config"], folders=folders)
-    make_dataset = partial(_build_dataset, config=config, data=recipe.data, model_config=manifest["config"])
-    tokenize = partial(tokenize_in_group, group=group or SingleProcess(), progress=progress, note=note)
+    build = partial(
+        _build_source,
+        model=model,
+        manifest=manifest,
+        seed=recipe.seed,
+        make_config=partial(_tokenize_config, folders=folders, remote=remote),
+        tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
+    )
+    return build_mixture(recipe.data, build, note=note)
+
+
+def _build_source(
+    data: Data,
+    *,
+    model: ModelSpec,
+    manifest: Mapping[str, Any],
+    seed: int,
+    make_config: Callable[[Data, ModelSpec, Mapping[str, Any]], TokenizeConfig],
+    tokenize: Callable[..., MappedTokens],
+    note: Callable[[str], None],
+) -> Datasets:
+    """Return the datasets of one source."""
+    config = make_config(data, model, manifest["config"])
+    make_dataset = partial(
+        _build_dataset,
+        config=config,
+        data=data,
+        seed=seed,
+        model_config=manifest["config"],
+        special_ids=_span_special_ids(data, config, manifest["config"]),
+        note=note,
+    )
     if config.examples.has_encoder:
         decoder_start_token_id(manifest["config"], config.vocab)  # fails before all files are tokenized
         if config.examples.eos_id is None:
             note("config.json has no eos_token_id: targets get no end-of-sequence token")
-    if recipe.data.eval_path is None:
-        tokens = tokenize(config)
-        train, evaluation = split_holdout(make_dataset(tokens), recipe.data.holdout)
+    if data.eval_paths is None:
+        tokens = tokenize(config, note=note)
+        train, evaluation = split_holdout(make_dataset(tokens), data.holdout)
         return Datasets(train, evaluation, tokens.identity)
     # The evaluation files come first: they are usually small, so their errors show early.
-    eval_tokens = tokenize(replace(config, paths=recipe.data.eval_path, max_examples=0))
-    train_tokens = tokenize(config)
+    eval_config = replace(config, paths=data.eval_paths, selection=eval_selection(data), max_examples=0)
+    eval_tokens = tokenize(eval_config, note=note)
+    train_tokens = tokenize(config, note=note)
     return Datasets(
         train=make_dataset(train_tokens),
         evaluation=make_dataset(eval_tokens),
@@ -94,20 +119,32 @@ def build_datasets(
 
 
 def _tokenize_config(
-    data: Data, model: ModelSpec, model_config: Mapping[str, Any], *, folders: Mapping[str, Path]
+    data: Data,
+    model: ModelSpec,
+    model_config: Mapping[str, Any],
+    *,
+    folders: Mapping[str, Path],
+    remote: RemoteFiles,
 ) -> TokenizeConfig:
+    check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
+    is_corrupted = data.objective == SPAN_CORRUPTION
     return TokenizeConfig(
         type=data.type,
-        paths=data.path,
+        paths=data.path or (),
         examples=_example_settings(data, model, model_config, tokenizer=tokenizer),
-        seq_length=data.seq_length,
+        seq_length=recipe_span_sizes(data).block_length if is_corrupted else data.seq_length,
         tokenizer=tokenizer,
         vocab=model.true_vocab_size,
         cache=Path(data.cache) if data.cache else folders["cache"],
         scratch_dir=folders.get("spare"),
         source_length=data.source_length or 0,
         max_examples=data.max_examples,
+        selection=train_selection(data),
+        bad_lines=data.bad_lines,
+        ids_dtype=data.ids_dtype,
+        remote=remote,
+        has_blocks=data.packing == CONCATENATED,
     )
 
 
@@ -124,7 +161,7 @@ def _example_settings(
         fields=data.fields or "",
         fields_from_example=data.fields_from_example or "",
         chat_template=load_chat_template(tokenizer) if is_chat else None,
-        has_encoder=model.arch_config.encoder is not None,
+        has_encoder=model.arch_config.encoder is not None and data.objective != SPAN_CORRUPTION,
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
         add_bos=data.add_bos,
@@ -134,24 +171,74 @@ def _example_settings(
         subfield_separator=data.subfield_separator,
     )
     _check_special_ids(data, settings, model.true_vocab_size)
-    _check_encoder(data, settings, model.family.name)
+    if data.objective != SPAN_CORRUPTION:
+        _check_encoder(data, settings, model.family.name)
     if not is_chat:
         compile_fields(settings, vocab=model.true_vocab_size)  # fails before all files are read
     return settings
 
 
 def _build_dataset(
-    tokens: MappedTokens, *, config: TokenizeConfig, data: Data, model_config: Mapping[str, Any]
+    tokens: MappedTokens,
+    *,
+    config: TokenizeConfig,
+    data: Data,
+    seed: int,
+    model_config: Mapping[str, Any],
+    special_ids: SpecialIds | None,
+    note: Callable[[str], None],
 ) -> Dataset:
+    """Return the dataset of a store; `special_ids` are those of span corruption."""
     settings = config.examples
-    if not settings.has_encoder:
-        first_input = settings.bos_id if data.always_start_with_bos else None
+    if special_ids is not None:
+        return _span_corruption_dataset(tokens, data, special_ids, seed=seed)
+    if settings.has_encoder:
+        start_id = decoder_start_token_id(model_config, config.vocab)
+        return seq2seq_dataset(tokens, config.source_length, decoder_start_id=start_id, eos_id=settings.end_id)
+    first_input = settings.bos_id if data.always_start_with_bos else None
+    if config.has_blocks:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
-    return seq2seq_dataset(
+    dataset = document_dataset(tokens, data.packing, first_input=first_input)
+    if dataset.rows.lengths.max() == 1:
+        raise PrepError("the data has no token to train on", "each document has one token, which no token precedes")
+    note(_packing_summary(dataset))
+    return dataset
+
+
+def _packing_summary(dataset: DocumentDataset) -> str:
+    places = f"{100 * dataset.rows.efficiency:.2f} % of their places have a token"
+    return f"{dataset.n_rows:,} sequences of {dataset.seq_length:,}: {places}"
+
+
+def _span_corruption_dataset(tokens: MappedTokens, data: Data, special_ids: SpecialIds, *, seed: int) -> Dataset:
+    sizes = recipe_span_sizes(data)
+    return SpanCorruptionDataset(
         tokens,
-        config.source_length,
-        decoder_start_id=decoder_start_token_id(model_config, config.vocab),
-        eos_id=settings.end_id,
+        sizes,
+        special_ids,
+        source_length=data.source_length or sizes.source_length,
+        seq_length=data.seq_length,
+        seed=seed,
+        first_row=0,
+        n_rows=tokens.n_blocks,
+    )
+
+
+def _span_special_ids(data: Data, config: TokenizeConfig, model_config: Mapping[str, Any]) -> SpecialIds | None:
+    """Return the token ids that span corruption adds; None for another objective.
+
+    Raises:
+        PrepError: The model or its tokenizer lacks one of them.
+    """
+    if data.objective != SPAN_CORRUPTION:
+        return None
+    eos_id = config.examples.eos_id
+    if eos_id is None:
+        raise PrepError("config.json has no eos_token_id", "span corruption ends each source and target with it")
+    return SpecialIds(
+        sentinel_ids(load_tokenizer(config.tokenizer), recipe_span_sizes(data).n_spans, config.vocab),
+        eos=eos_id,
+        decoder_start=decoder_start_token_id(model_config, config.vocab),
     )
 
 
@@ -181,8 +268,8 @@ def _check_encoder(data: Data, settings: ExampleSettings, name: str) -> None:
         hint = "`data.source_prefix`" if key == "prepend_text" else "remove it"
         raise usage_error(f"`data.{key}` is {getattr(data, key)!r:.60}", f"{name} has an encoder", hint)
     if not (settings.fields_from_example or (settings.fields and parse_fields(settings.fields).source)):
-        why = "it trains on pairs of a source and a target; span-corruption pretraining is not supported"
-        hint = '`type = "json"` and `fields = "[article], summary"`'
+        why = "it trains on pairs of a source and a target, or on text by span corruption"
+        hint = '`type = "json"` and `fields = "[article], summary"`, or `objective = "span_corruption"`'
         raise usage_error(f"{name} has an encoder, but the data has no source column", why, hint)
     check_source_length(data, has_encoder=True)
 

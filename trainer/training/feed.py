@@ -6,14 +6,14 @@ On a mesh that splits the tokens of a row, all columns of a batch are in its `to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 
 import jax
 import numpy as np
 from jax import Array
 
 from trainer.data.order import Int64Array
-from trainer.data.packing import ColumnSpecs, Dataset
+from trainer.data.packing import Arrays, ColumnSpecs, Dataset
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.distributed.token_order import token_order
 
@@ -47,18 +47,25 @@ def column_shapes(columns: ColumnSpecs, batch_size: int, sharding: ShardingConte
     }
 
 
-def load_batch(dataset: Dataset, rows: Int64Array, sharding: ShardingContext) -> dict[str, Array]:
+def load_batch(
+    dataset: Dataset, rows: Int64Array, sharding: ShardingContext, *, epochs: Int64Array | None = None
+) -> dict[str, Array]:
     """Load rows of a dataset as sharded arrays; devices that hold the same rows share one read.
 
     Args:
         dataset: The dataset.
         rows: Indices of the rows; -1 for padding.
         sharding: The device mesh of the batch.
+        epochs: Epoch of each row; None for epoch 0.
 
     Raises:
         UsageError: The mesh does not divide the batch or its rows.
     """
-    read_rows = lru_cache(maxsize=None)(lambda start, stop: dataset.get_batch(rows[start:stop]))
+
+    @cache
+    def read_rows(start: int, stop: int) -> Arrays:
+        return dataset.get_batch(rows[start:stop], None if epochs is None else epochs[start:stop])
+
     orders = {name: token_order(length, sharding) for name, (length, _) in dataset.columns.items()}
 
     def read_shard(name: str, index: Index | None) -> np.ndarray:

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 
 from trainer.distributed.sharding import ShardingContext, local_device_sharding
 from trainer.models.checkpoint_store import CheckpointReader
-from trainer.models.param_tree import Tree, unflatten_tree
-from trainer.nn.initialization import init_params
+from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
+from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 
-def restore_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
+def restore_state(reader: CheckpointReader, setup: StepSetup, base: CheckpointReader | None = None) -> TrainState:
     """Restore a training state onto the mesh of `setup`, whatever mesh it was saved on.
 
     Host memory holds two slabs of a leaf at a time, or two read units if these are larger. CPU devices keep the host
     memory that a leaf is read into.
 
+    Args:
+        reader: The saved state.
+        setup: The static parts of the step.
+        base: Checkpoint of the frozen parameters; None if there are none.
+
     Raises:
         PrepError: The checkpoint lacks a leaf, or a leaf has another shape.
     """
     loader = LeafLoader(reader, exchange_is_faster(reader))
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: loader.load(leaf_name(path), leaf), _sharded_shapes(setup)
-    )
+    base_loader = loader if base is None else LeafLoader(base, exchange_is_faster(base))
+    frozen = {f"params.{path}" for path in setup.model.frozen_paths}
+
+    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = leaf_name(path)
+        return (base_loader if name in frozen else loader).load(name, leaf)
+
+    return jax.tree_util.tree_map_with_path(load, _sharded_shapes(setup))
 
 
-def init_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
+def init_state(reader: CheckpointReader, setup: StepSetup, adapters: CheckpointReader | None = None) -> TrainState:
     """Return the state before the first step: parameters from the checkpoint, zero moments and counters.
+
+    Args:
+        reader: The checkpoint.
+        setup: The static parts of the step.
+        adapters: Checkpoint of the model's adapters, if it has any; None to initialize them.
 
     Raises:
         PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
@@ -41,7 +58,7 @@ def init_state(reader: CheckpointReader, setup: StepSetup) -> TrainState:
     init_rest = jax.jit(
         lambda params: _without_params(init_train_state(params, setup)), out_shardings=_without_params(shardings)
     )
-    params = load_float32_params(reader, setup)
+    params = _initial_params(reader, setup, adapters, shapes["params"])
     return {"params": params, **init_rest(params)}
 
 
@@ -50,6 +67,27 @@ def random_state(setup: StepSetup, seed: int) -> TrainState:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _sharded_shapes(setup))
     init = jax.jit(lambda: init_train_state(init_params(setup.model, seed), setup), out_shardings=shardings)
     return init()
+
+
+def _initial_params(
+    reader: CheckpointReader, setup: StepSetup, adapters: CheckpointReader | None, shapes: Tree
+) -> Tree:
+    """Load the parameters; load or initialize the adapters."""
+    model, sharding = setup.model, setup.sharding
+    if model.adapters is None:
+        return load_float32_params(reader, setup)
+    frozen = {path: model.leaves[path] for path in model.frozen_paths}
+    loader = LeafLoader(reader, exchange_is_faster(reader))
+    base = load_leaves(
+        loader, frozen, sharding=sharding, dtype_of=lambda path: setup.frozen_dtypes.get(path, "float32")
+    )
+    if adapters is not None:
+        adapter_loader = LeafLoader(adapters, exchange_is_faster(adapters))
+        trained = load_leaves(adapter_loader, model.adapters.leaves, sharding=sharding, dtype_of=lambda path: "float32")
+    else:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.trained(shapes))
+        trained = jax.jit(partial(init_adapters, model, setup.seed), out_shardings=shardings)()
+    return setup.with_trained(base, trained)
 
 
 def _without_params(state: TrainState) -> TrainState:
@@ -76,16 +114,20 @@ def load_params(
         PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
     """
     loader = LeafLoader(reader, exchange_is_faster(reader))
-    return load_leaves(loader, model, sharding=sharding, dtype_of=dtype_of)
+    return load_leaves(loader, model.leaves, sharding=sharding, dtype_of=dtype_of)
 
 
 def load_leaves(
-    loader: LeafLoader, model: ModelSpec, *, sharding: ShardingContext, dtype_of: Callable[[str], str]
+    loader: LeafLoader,
+    leaves: Mapping[str, ParamLeaf],
+    *,
+    sharding: ShardingContext,
+    dtype_of: Callable[[str], str],
 ) -> Tree:
-    """Load the parameters of a model with a loader; the other arguments are those of `load_params`."""
+    """Load parameters by path with a loader; the other arguments are those of `load_params`."""
     first_device = local_device_sharding()
     params = {}
-    for path, leaf in model.leaves.items():
+    for path, leaf in leaves.items():
         dtype = jax.numpy.dtype(dtype_of(path))
         target = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding.param_sharding(leaf) or first_device)
         params[path] = loader.load(f"params.{path}", target)

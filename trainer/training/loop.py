@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from trainer.data.order import SampleOrder
+from trainer.data.order import RowOrder
 from trainer.data.packing import Dataset
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
@@ -20,6 +20,7 @@ from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
@@ -51,7 +52,7 @@ class Job:
 
     setup: StepSetup
     steps: int
-    order: SampleOrder
+    order: RowOrder
     train: Dataset
     evaluation: Dataset | None
     eval_limit: int
@@ -169,7 +170,7 @@ class Loop:
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
-            batch = load_batch(self.job.train, self.job.order.rows(self.step), self.job.setup.sharding)
+            batch = self._load_batch()
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
@@ -187,6 +188,11 @@ class Loop:
         if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
             return f"--stop-after {self.job.stop_after}"
         return self.stop_signals.reason()
+
+    def _load_batch(self) -> dict[str, Array]:
+        """Load the batch of the next step."""
+        order, sharding = self.job.order, self.job.setup.sharding
+        return load_batch(self.job.train, order.rows(self.step), sharding, epochs=order.epochs(self.step))
 
     def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
         """Compile the training step for the state's shardings; the state is donated."""
@@ -239,6 +245,8 @@ class Loop:
             "tokens": step * self.job.tokens_per_step,
             "skipped": int(values["skipped"]),
         }
+        tokens_per_row = self.job.tokens_per_step // self.job.order.batch_size
+        line |= tokens_by_source(self.job.order, self.job.train, step, tokens_per_row=tokens_per_row)
         step_s = self.timer.lap()
         if step_s:
             line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}
@@ -284,7 +292,7 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        leaves = host_leaves(self.state, self.job.optimizer_state)
+        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=self.job.setup.model.frozen_paths)
         self.pending_save = self.step, self.store.start_save(self.step, leaves, self.job.manifest_fields)
         self.last_saved_step = self.step
         self.timer.resume()

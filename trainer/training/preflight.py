@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.data.files import check_readable
-from trainer.data.find_files import find_files
+from trainer.data.files import DataFile, check_readable
+from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_files, resolve_type
+from trainer.data.remote_files import RemoteFiles
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
 from trainer.recipe import Recipe, batch_shape
+from trainer.recipe.data_sources import split_sources
+from trainer.recipe.text_fields import DataType
 from trainer.training.loop import Job
+from trainer.training.source_datasets import eval_selection, train_selection
 
 MANY_EPOCHS = 1000  # a run of more epochs gets a warning
 
@@ -33,17 +37,32 @@ def check_devices(recipe: Recipe, sharding: ShardingContext) -> None:
         sharding.check_host_memory()
 
 
-def check_inputs(recipe: Recipe) -> None:
+def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
     """Check the inputs of a recipe that need neither the model nor the content of the data.
 
+    Args:
+        recipe: The recipe.
+        remote: Finds the data files of URLs.
+
     Raises:
-        PrepError: A data file or the tokenizer is missing, unreadable or empty.
+        PrepError: A data file or the tokenizer is missing, unreadable or empty, or the type of a file is unknown.
     """
-    for paths in (recipe.data.path, recipe.data.eval_path or ()):
-        for path in find_files(paths, recipe.data.type):
-            check_readable(path)
+    for _, data in split_sources(recipe.data):
+        check_selection(data.path or (), train_selection(data))
+        check_selection(data.eval_paths or (), eval_selection(data), split_key="eval_split")
+        for paths, selection in ((data.path, train_selection(data)), (data.eval_paths, eval_selection(data))):
+            _check_files(find_data_files(paths or (), data.type, selection, remote=remote), data.type)
     if recipe.data.tokenizer:
         check_tokenizer_exists(Path(recipe.data.tokenizer))
+
+
+def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
+    """Raise PrepError if the type of files is not clear, or a local one cannot be read."""
+    if files:
+        resolve_type(files, data_type)
+    for file in files:
+        if isinstance(file, Path):
+            check_readable(file)
 
 
 def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from trainer.data.order import SampleOrder
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.dropout_config import NO_DROPOUT, DropoutConfig
 from trainer.models.errors import PrepError, usage_error
+from trainer.models.lora import lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.models.remat import saved_activations
 from trainer.models.rope_overrides import override_rope
@@ -26,10 +27,10 @@ from trainer.planning.step_inputs import chunk_sizes
 from trainer.recipe import Recipe, batch_shape
 from trainer.recipe.checks import MAX_INT32
 from trainer.recipe.tables import Data
-from trainer.training.datasets import Datasets
 from trainer.training.loop import Job
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
+from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
 
@@ -38,7 +39,12 @@ def model_from_manifest(manifest: Mapping[str, Any]) -> ModelSpec:
     """Build the ModelSpec that a checkpoint's manifest describes; layers are stacked as in the checkpoint."""
     config = manifest["config"]
     return build_model(
-        family_of(config), config, manifest["tied"], scan=manifest["scan"], scan_axis=manifest["scan_axis"]
+        family_of(config),
+        config,
+        manifest["tied"],
+        scan=manifest["scan"],
+        scan_axis=manifest["scan_axis"],
+        lora=lora_from_manifest(manifest),
     )
 
 
@@ -121,6 +127,7 @@ def build_job(
     manifest_fields: Mapping[str, Any],
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
+    frozen_dtypes: Mapping[str, str] | None = None,
 ) -> Job:
     """Build the job of a run.
 
@@ -134,15 +141,16 @@ def build_job(
         manifest_fields: Extra entries for the manifest of every checkpoint.
         token_functions: A user's loss and metrics.
         stop_after: Steps after which this process stops; 0 for no limit.
+        frozen_dtypes: Dtype of each frozen parameter, by path; None for float32.
 
     Raises:
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
     """
     assert sharding.mesh is not None
-    check_patterns(recipe.optimizer, model.leaves)
+    check_patterns(recipe.optimizer, model.trained_leaves)
     shape = batch_shape(recipe.batch, n_devices=sharding.mesh.n_devices, n_replicas=sharding.data_parallel_size)
     n_rows = datasets.train.n_rows
-    order = SampleOrder(n_rows=n_rows, batch_size=shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
+    order = make_order(datasets, shape.size, seed=recipe.seed, shuffle=recipe.data.shuffle)
     steps = recipe.train.steps or order.steps_for_epochs(recipe.train.epochs or 0)
     if steps > MAX_INT32:
         why = f"{recipe.train.epochs:g} epochs of {n_rows:,} sequences; a run has at most {MAX_INT32:,} steps"
@@ -156,6 +164,7 @@ def build_job(
         dropout=dropout,
         token_functions=token_functions,
     )
+    setup = replace(setup, frozen_dtypes=frozen_dtypes or {})
     return Job(
         setup=setup,
         steps=steps,

@@ -24,7 +24,7 @@ def tokenize_in_group(
     Args:
         config: Files, tokenizer and cache.
         group: The processes of the job.
-        progress: Called with the bytes tokenized so far and the total bytes.
+        progress: Called with the bytes tokenized so far, the total bytes, and the tokens so far.
         note: Called with messages for the user.
 
     Raises:

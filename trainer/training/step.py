@@ -5,8 +5,8 @@ Gradients are sums over all tokens of the batch, divided once by the summed toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ class StepSetup:
         metric_fn: Computes values of each token in evaluation by name; None for none.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
+        frozen_dtypes: Dtype of each frozen parameter, by path; float32 for those that are absent.
     """
 
     model: ModelSpec
@@ -63,23 +64,38 @@ class StepSetup:
     loss_scale: LossScale | None = None
     metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
+    frozen_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exact_reduction(self) -> ExactReduction | None:
         """The sums in a fixed order; None if they are in the fastest order."""
         if not self.reduction_shards:
             return None
-        return ExactReduction(self.reduction_shards, self.sharding, self.optimizer.trained_leaves(self.model.leaves))
+        return ExactReduction(self.reduction_shards, self.sharding, self.trained_leaves)
 
     @property
     def sharding(self) -> ShardingContext:
         """The device mesh and its rules."""
         return self.forward_config.sharding
 
+    @property
+    def trained_leaves(self) -> dict[str, ParamLeaf]:
+        """Parameters that training changes, by path."""
+        return self.optimizer.trained_leaves(self.model.trained_leaves)
+
+    def trained(self, params: Tree) -> Tree:
+        """Return the parameters that training changes."""
+        leaves = flatten_tree(params)
+        return unflatten_tree({path: leaves[path] for path in self.trained_leaves})
+
+    def with_trained(self, params: Tree, trained: Tree) -> Tree:
+        """Return all parameters, with other values of those that training changes."""
+        return unflatten_tree({**flatten_tree(params), **flatten_tree(trained)})
+
 
 def init_train_state(params: Tree, setup: StepSetup) -> TrainState:
     """Return the state before the first step."""
-    opt_state = setup.optimizer.init(params, setup.model.leaves)
+    opt_state = setup.optimizer.init(setup.trained(params), setup.trained_leaves)
     loss_scale = setup.loss_scale.init() if setup.loss_scale else {}
     return {"params": params, "opt_state": opt_state, **_zero_counters(), **loss_scale}
 
@@ -97,7 +113,11 @@ def state_shapes(setup: StepSetup) -> TrainState:
     leaves, sharding = setup.model.leaves, setup.sharding
     params = unflatten_tree(
         {
-            path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding.param_sharding(leaf))
+            path: jax.ShapeDtypeStruct(
+                leaf.shape,
+                jnp.dtype(setup.frozen_dtypes.get(path, "float32")),
+                sharding=sharding.param_sharding(leaf),
+            )
             for path, leaf in leaves.items()
         }
     )
@@ -145,6 +165,7 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
         `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
     """
     params = state["params"]
+    trained = setup.trained(params)
     if setup.dropout.is_active:
         batch = {**batch, ROW_IDS: jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)}
     factor = setup.loss_scale.factor(state, batch["tokens"].size) if setup.loss_scale else None
@@ -157,18 +178,17 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     # select with `where`: 0 * nan is nan
     gradients = jax.tree.map(lambda gradient: jnp.where(is_valid, gradient * scale, 0.0), gradients)
     learning_rate = setup.optimizer.lr_schedule.learning_rate(state["step"] - state["skipped"])
-    trained = setup.optimizer.trained(params)
     updated, opt_state = setup.optimizer.update(
         gradients,
         state["opt_state"],
         trained,
-        leaves=setup.model.leaves,
+        leaves=setup.trained_leaves,
         learning_rate=learning_rate,
         rounding=RoundingKey(setup.seed, state["step"]),
     )
     is_skipped = (~is_valid).astype(jnp.int32)
     new_state = {
-        "params": _merge(params, _select(is_valid, updated, trained)),
+        "params": setup.with_trained(params, _select(is_valid, updated, trained)),
         "opt_state": _select(is_valid, opt_state, state["opt_state"]),
         "step": state["step"] + 1,
         "skipped": state["skipped"] + is_skipped,
@@ -187,11 +207,6 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
 def _select(condition: Array, if_true: Any, if_false: Any) -> Any:
     """Select one of two trees by a scalar condition."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true, if_false)
-
-
-def _merge(params: Tree, trained: Tree) -> Tree:
-    """Return all parameters with those of a part of the tree in place."""
-    return unflatten_tree(flatten_tree(params) | flatten_tree(trained))
 
 
 def _sum_gradients(
@@ -220,12 +235,12 @@ def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Call
     """
 
     def summed_loss(trained: Tree, params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
-        dropout, merged = _dropout(rows, step, setup), _merge(params, trained)
-        sums = transformer.loss_sums(merged, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
+        params, dropout = setup.with_trained(params, trained), _dropout(rows, step, setup)
+        sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
         return sums.loss if factor is None else sums.loss * factor, sums._asdict()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
-    return lambda params, rows: value_and_grad(setup.optimizer.trained(params), params, rows)
+    return lambda params, rows: value_and_grad(setup.trained(params), params, rows)
 
 
 def _accumulate_gradients(
@@ -243,8 +258,7 @@ def _accumulate_gradients(
         total_gradients, total_sums = jax.tree.map(jnp.add, totals, (gradients, sums))
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
-    trained = setup.optimizer.trained(params)
-    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
+    zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params))
     zero_sums = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]

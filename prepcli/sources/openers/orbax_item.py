@@ -26,6 +26,7 @@ from prepcli.sources.decoded_arrays import DecodedArray
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config, small_files
 from prepcli.sources.source_hints import SourceHints
 from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree, tensors_from_manifest
+from trainer.models.lora import manifest_family
 from trainer.models.registry import family_of
 
 MAX_OPEN_FILES = 200  # an item with more files opens each file when it is read
@@ -55,7 +56,7 @@ def open_orbax(path: Path, display_name: str, hints: SourceHints) -> Source:
         why = f"it is an Orbax item, its {MANIFEST_FILE} is that of a Hugging Face folder"
         raise PrepError(f"{display_name} has an invalid manifest", why, "`prep inspect` shows its contents")
     config = manifest["config"]
-    names = TensorNames(family_of(config), bool(manifest["prefixed"]))
+    names = TensorNames(manifest_family(manifest), bool(manifest["prefixed"]))
     blobs, leaves = stored_leaves(item)
     params, state = tensors_from_manifest(leaves, names, manifest, folder)
     return Source(

@@ -12,7 +12,7 @@ from jax import Array
 
 import prepcli as prep
 from prepcli.restore.item_reader import open_reader
-from tests.prepcli.commands.test_train import make_training_folder
+from tests.helpers.training_folder import make_training_folder
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.formats.safetensors_layout import lay_out_files
+from tests.helpers.adapters import make_adapter
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO
 from trainer.models.axis_map import bind_row
@@ -61,6 +62,7 @@ class MemoryLimits:
     def __init__(self, folder: Path, budget: int) -> None:
         self.folder, self.budget = folder, budget
         make_large_model(folder / "m", 4 * budget * MIB)
+        make_adapter(folder / "adapter", {"transformer.wte": (4 * budget * MIB // WIDTH // 4, WIDTH)})
         for name, more in {"init": [], "packed": ["--compress", "zstd"]}.items():
             self.run_limited(0, "save-init", "./m", "--mesh", "1,2,4", "--out", name, *more)
         self.inspect_nbytes = {name: self.measure_inspect_nbytes(name) for name in ("./m", "init", "packed")}
@@ -99,6 +101,7 @@ FAST_COMMANDS = [
     ["pad-vocab", "./m", "--multiple", "1000", "--init", "mean", "--out", "out"],
     ["reshard", "packed", "--mesh", "1,2,2", "--out", "out"],
     ["export", "init", "--out", "out"],
+    ["merge", "adapter", "./m", "--out", "out"],
     ["verify", "packed"],
     ["inspect", "packed", "--stats"],
 ]

@@ -25,7 +25,9 @@ from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
+from tests.helpers.token_stores import NAME, fill
 from tests.helpers.training_folder import WORDS, write_tokenizer
+from trainer.data.store_writer import TokenWriter, build_store
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 
@@ -174,9 +176,9 @@ def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: py
 def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
-    code, what, *_ = train_error(capsys)
-    assert code == FAILED
-    assert "tokenizer.json" in what
+    code, what, why, _ = train_error(capsys)
+    assert (code, what) == (FAILED, "tiny-init/hf has no tokenizer")
+    assert "looked for tokenizer.json, " in why
 
 
 def test_too_long_sequences_are_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
@@ -279,22 +281,29 @@ def test_renamed_recipe_resumes_with_out(work_dir: Path):
     assert saved_steps(work_dir / "runs/recipe") == [1, 2]
 
 
-def test_tokenize_progress_starts_at_zero_for_each_text(monkeypatch: pytest.MonkeyPatch):
-    """The progress of each text starts at 0 and never decreases."""
+def test_tokenize_progress_shows_bytes_and_tokens(monkeypatch: pytest.MonkeyPatch):
+    """The progress of each dataset starts at the bytes of an interrupted run."""
     calls: list[tuple[Any, ...]] = []
 
-    class Heard(NullProgress):
+    class RecordingProgress(NullProgress):
         def begin(self, task: str, total_bytes: int, done_bytes: int = 0) -> None:
-            calls.append((task, total_bytes))
+            calls.append((task, total_bytes, done_bytes))
 
         def advance(self, written_bytes: int) -> None:
             calls.append((written_bytes,))
 
-    monkeypatch.setattr(Ui, "progress", lambda _: Heard())
+        def note(self, text: str) -> None:
+            calls.append((text,))
+
+        def end(self) -> None:
+            calls.append(("end",))
+
+    monkeypatch.setattr(Ui, "progress", lambda _: RecordingProgress())
     report_progress = tokenize_progress(open_ui("train", False, True, 0))
-    for done, total in ((10, 20), (20, 20), (3, 5), (5, 5)):
-        report_progress(done, total)
-    assert calls == [("tokenize", 20), (10,), (10,), ("tokenize", 5), (3,), (2,)]
+    for counts in ((0, 20, 0), (10, 20, 3_140_000), (11, 20, 3_140_001), (20, 20, 12_600_000), (3, 5, 90_000_000)):
+        report_progress(*counts)
+    first = [("tokenize", 20, 0), (0,), ("3.1 M tokens",), (10,), (1,), ("13 M tokens",), (9,), ("end",)]
+    assert calls == [*first, ("tokenize", 5, 3), ("90 M tokens",), (0,)]
 
 
 @pytest.mark.parametrize("whole", [(), ("data/f0",), ("data/f0.partial",)])
@@ -304,3 +313,15 @@ def test_kept_data_note_omits_unfinished_folders(tmp_path: Path, whole: Sequence
     expected = "the tokens" if "data/f0" in whole else ""
     note = kept_note(LocalRun(tmp_path / "run"))
     assert note == (f"kept in {tmp_path / 'run'}: {expected}" if expected else "")
+
+
+def test_kept_note_names_a_part_of_the_tokens(tmp_path: Path):
+    def fill_and_interrupt(writer: TokenWriter) -> None:
+        fill(writer)
+        writer.save()
+        raise KeyboardInterrupt
+
+    (tmp_path / "data").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        build_store(tmp_path / "data" / NAME, "uint16", fill_and_interrupt)
+    assert kept_note(LocalRun(tmp_path)) == f"kept in {tmp_path}: a part of the tokens"

@@ -11,8 +11,8 @@ from prepcli.errors import OK, STOPPED, USAGE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.optimizers import KEYS
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import read_leaves, same_state
-from tests.prepcli.commands.test_train import make_training_folder
 
 RULE = {"adafactor": ["min_factored_size=8"], "palm": ["warmup_steps=10"]}
 COMPACT = ["ema=0.9", "moment_dtype=bfloat16", "freeze=embed.tokens", "decay_exclude=re:attn"]

@@ -147,7 +147,7 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
         assert code == USAGE, out
         error = json.loads(out)["error"]
         assert error["what"] == "t5 has an encoder, but the data has no source column"
-        assert "span-corruption pretraining is not supported" in error["why"]
+        assert "or on text by span corruption" in error["why"]
     make_checkpoint(work_dir / "llama", LLAMA)
     write_tokenizer(work_dir / "llama")
     assert main(["save-init", "llama", "--pad-vocab", "8", "--mesh", "1,2,4", "-q"]) == OK

@@ -11,7 +11,8 @@ import pytest
 
 from prepcli.errors import OK
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
-from tests.prepcli.commands.test_train import WORDS, read_losses, train_json, write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.prepcli.commands.test_train import read_losses, train_json
 
 LENGTH, BOS, EOS = 12, 1, 2
 RECIPE = f"""\

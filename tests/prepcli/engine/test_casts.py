@@ -58,7 +58,9 @@ def nearest(values: np.ndarray, dtype: str) -> np.ndarray:
 def cast_values(values: np.ndarray, source: str, target: str, pieces: int = 1) -> tuple[np.ndarray, CastCounts]:
     """Cast values in several pieces; return the result and the counts."""
     cast = StreamCast(source, target)
-    out = [cast.cast(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)]
+    out = [
+        cast.apply(part.view(np.uint8), np.empty(part.size * 4, np.uint8)) for part in np.array_split(values, pieces)
+    ]
     joined = np.concatenate(out)
     assert cast.digest() == xxhash.xxh3_128_hexdigest(joined.tobytes())
     return joined.view(numpy_dtype(target)), cast.counts
@@ -177,7 +179,7 @@ def test_cast_accepts_several_blocks_at_unaligned_offset(source: str, target: st
     lead, size = 3, numpy_dtype(target).itemsize
     data = np.concatenate([np.zeros(lead, np.uint8), values.view(np.uint8)])
     out = np.zeros(values.size * size + lead, np.uint8)
-    cast_bytes = StreamCast(source, target).cast(data[lead:], out[lead:])
+    cast_bytes = StreamCast(source, target).apply(data[lead:], out[lead:])
     assert cast_bytes.tobytes() == cast_values(values, source, target)[0].tobytes() == out[lead:].tobytes()
 
 

@@ -165,8 +165,10 @@ def test_save_stores_an_incomplete_slot_leaf_by_leaf(init: Path, params: Trainin
         store.save(1, host_leaves(state), {})
         with store.open(1) as reader:
             assert same_state(read_leaves(reader), state)
-            assert "opt_state.adam.mu.embed.tokens" in reader.manifest["others"]
-            assert [*reader.manifest["slots"]] == ["opt_state.adam.nu"]
+            slots = reader.manifest["slots"]
+            assert [*slots] == ["opt_state.adam.nu", "opt_state.adam.mu"]
+            assert "/embed.tokens" in slots["opt_state.adam.mu"]
+            assert "/final_norm.bias" not in slots["opt_state.adam.mu"]
 
 
 def test_save_rejects_an_existing_step(init: Path, params: TrainingState, run: Path):

@@ -16,7 +16,7 @@ from trainer.models.registry import FAMILIES, family_of
 CONFIGS = {name: published_config(name) for name in PUBLISHED}
 BARE = {name: {"model_type": name} for name in FAMILIES}  # every field has its default
 # Fields of ArchConfig that follow from sizes.
-SCALES = {"attn_scale", "embed_scale", "init_std", "lm_head_input_scale"}
+SCALES = {"attn_scale", "embed_scale", "init_std", "leaf_init_stds", "lm_head_input_scale"}
 OPTIONAL_PARTS = {"encoder", "local_rope", "relative_position_bias", "rope"}
 SIZES = SCALES | OPTIONAL_PARTS | {"experts_per_token", "max_positions", "sliding_windows"}
 

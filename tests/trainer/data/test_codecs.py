@@ -73,6 +73,19 @@ def test_sentencepiece_ids_equal_those_of_the_library(tmp_path: Path, kind: str)
         tokenizer.check_in_vocab(tokenizer.max_id, 20)
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_sentencepiece_offsets_are_characters(tmp_path: Path, kind: str):
+    tokenizer = load_tokenizer(write_model(tmp_path, kind))
+    encoded = tokenizer.encode_with_offsets(TEXTS)
+    assert [ids.tolist() for ids, _ in encoded] == [ids.tolist() for ids in tokenizer.encode(TEXTS)]
+    for text, (_, offsets) in zip(TEXTS, encoded):
+        ends = [0, *offsets[:, 1].tolist()]
+        assert all(start <= end <= len(text) for start, end in offsets.tolist())
+        assert ends == sorted(ends), "tokens are in the order of the text"
+        covered = {i for start, end in offsets.tolist() for i in range(start, end)}
+        assert {i for i, character in enumerate(text) if not character.isspace()} <= covered
+
+
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_sentencepiece_decodes_what_it_encodes(tmp_path: Path, kind: str):
     tokenizer = load_tokenizer(write_model(tmp_path, kind) / "tokenizer.model")

@@ -52,9 +52,7 @@ def test_encode_batch_has_each_token_once_with_its_weight(
             tokens = [
                 (token, weight)
                 for part, weight in parts
-                for token in (
-                    tokenizer.tokenizer.encode(part, add_special_tokens=False).ids if isinstance(part, str) else part
-                )
+                for token in (tokenizer.encode([part])[0].tolist() if isinstance(part, str) else part)
             ]
             expected.append((tokens, is_end))
     encoded = [

@@ -10,7 +10,7 @@ import xxhash
 from trainer.data.files import DataFile, hash_file
 from trainer.data.readers import READERS
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DataType
+from trainer.recipe.text_fields import FileType
 
 
 def test_hash_file_returns_size_and_digest(tmp_path: Path):
@@ -27,8 +27,8 @@ def test_hash_file_fails_for_empty_file(tmp_path: Path):
     assert (caught.value.what, caught.value.why) == (f"{tmp_path}/a.txt is empty", "looked for text, found 0 bytes")
 
 
-@pytest.mark.parametrize("data_type", ["text", "json"])
-def test_file_changed_after_hashing_fails(tmp_path: Path, data_type: DataType):
+@pytest.mark.parametrize("data_type", ["text", "json", "csv"])
+def test_file_changed_after_hashing_fails(tmp_path: Path, data_type: FileType):
     path = tmp_path / "a"
     path.write_text('{"text": "a"}\n')
     before = hash_file(path)

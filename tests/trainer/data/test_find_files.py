@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data.find_files import find_files
+from tests.helpers.corpus import make_config, tokenize_quietly
+from trainer.data.files import DataFile
+from trainer.data.find_files import check_selection, find_data_files, find_files, resolve_type
+from trainer.data.remote_files import Selection
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import DataType
 
@@ -29,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     [
         ("text", [""], ["a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
         ("json", [""], ["a.jsonl"]),
+        ("auto", [""], ["a.jsonl", "a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
         ("text", ["note.md"], ["note.md"]),
         ("text", ["b.txt", "a.txt"], ["b.txt", "a.txt"]),
         ("text", ["sub", "*.txt", "b.txt"], ["sub/c.txt", "a.txt", "b.txt", "x[1].txt"]),
@@ -89,3 +94,86 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(original_uid)
+
+
+@pytest.mark.parametrize(
+    ("names", "file_type"),
+    [
+        (["a.txt", "b.txt.gz", "c.txt.zst"], "text"),
+        (["a.jsonl", "b.json", "c.ndjson.gz", "d.jsonl.zst"], "json"),
+        (["a.csv", "b.tsv.gz"], "csv"),
+        (["a.parquet"], "parquet"),
+        (["a.arrow", "b.feather"], "arrow"),
+        (["a.npy", "b.bin"], "ids"),
+    ],
+)
+def test_suffixes_tell_the_type(names: list[str], file_type: DataType):
+    files = [*map(Path, names), DataFile(f"s3://bucket/{names[0]}", 1, "etag:1")]
+    assert resolve_type(files, "auto") == file_type
+    assert resolve_type([Path("a.md"), *files], file_type) == file_type
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.txt", "b.md"], "the type of b.md is unknown - known suffixes: .txt, .jsonl, .csv, .tsv"),
+        (["a.parquet.gz"], "the type of a.parquet.gz is unknown"),
+        (["a.txt", "b.csv"], "the data files have several types - a.txt is text, b.csv is csv"),
+    ],
+)
+def test_unclear_type_is_an_error(names: list[str], message: str):
+    with pytest.raises(PrepError) as caught:
+        resolve_type([*map(Path, names)], "auto")
+    assert message in str(caught.value)
+
+
+def test_url_without_remote_files_is_an_error():
+    with pytest.raises(PrepError, match="only local files are read here"):
+        find_data_files(["gs://bucket/a.txt"], "text")
+
+
+def write_dataset(folder: Path, names: list[str]) -> None:
+    """Write the files of a saved dataset, with one that is no part of it."""
+    folder.mkdir(parents=True)
+    for name in [*names, "cache-1.arrow"]:
+        (folder / name).write_bytes(b"x")
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_saved_dataset_gives_the_files_of_a_split(tmp_path: Path):
+    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
+    for split in ("train", "test"):
+        write_dataset(tmp_path / split, names)
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert find_files([str(tmp_path)], "auto") == tuple(tmp_path / "train" / name for name in names)
+    assert find_files([str(tmp_path)], "arrow", Selection(split="test"))[0].parent.name == "test"
+    assert find_files([str(tmp_path / "test")], "auto") == tuple(tmp_path / "test" / name for name in names)
+    with pytest.raises(PrepError, match="has no split `dev` - its splits: train, test"):
+        find_files([str(tmp_path)], "auto", Selection(split="dev"))
+    check_selection([str(tmp_path)], Selection(split="dev"))
+    check_selection(["hf://datasets/o/n"], Selection("en", "dev", "main"))
+
+
+@pytest.mark.parametrize("selection", [Selection(config="a"), Selection(split="a"), Selection(revision="a")])
+def test_part_of_plain_files_is_an_error(tmp_path: Path, selection: Selection):
+    with pytest.raises(PrepError, match="no path of the data is a dataset"):
+        check_selection([str(tmp_path)], selection)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"_data_files": 3}', '{"_data_files": [{"filename": "../a"}]}'])
+def test_malformed_saved_dataset_is_an_error(tmp_path: Path, text: str):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(PrepError, match=r"state\.json is malformed"):
+        find_files([str(tmp_path)], "auto")
+
+
+def test_library_datasets_writes_the_files_that_are_read(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    part = datasets.Dataset.from_dict({"text": ["the cat", "the hat sat"] * 4})
+    parts = datasets.DatasetDict({"train": part, "test": part})
+    parts.save_to_disk(str(tmp_path / "saved"), num_shards={"train": 2, "test": 1})
+    saved = tokenize_quietly(make_config(tmp_path, tmp_path / "saved", type="auto", fields="text"))
+    part.to_json(str(tmp_path / "a.jsonl"))
+    lines = tokenize_quietly(make_config(tmp_path, tmp_path / "a.jsonl", type="auto", fields="text"))
+    assert saved.ids.tolist() == lines.ids.tolist()

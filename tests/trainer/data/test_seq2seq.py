@@ -95,7 +95,7 @@ def test_tokenize_files_reads_pairs(tmp_path: Path):
         tmp_path, path, type="json", fields="[t], [s], s", source_length=4, has_encoder=True, source_prefix="do: "
     )
     notes: list[str] = []
-    tokens = tokenize_files(config, progress=lambda done, total: None, note=notes.append)
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     texts = ["do: the hat that", "that", "do:  hat", "hat"]
     ids = [[*encode(config.tokenizer, text), EOS] for text in texts]
     assert tokens.ids.tolist() == [token_id for document in ids for token_id in document]

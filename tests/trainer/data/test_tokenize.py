@@ -31,7 +31,7 @@ moment, folder = sys.argv[1], Path(sys.argv[2])
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def progress(done, total):
+def progress(done, total, n_tokens):
     if moment == "first" or (moment == "last" and done == total):
         kill()
 
@@ -49,9 +49,10 @@ from trainer.data import store_writer, tokenize
 def no_locks(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 
-def progress(done, total):
-    print("started", flush=True)
-    sys.stdin.readline()
+def progress(done, total, n_tokens):
+    if not done:
+        print("started", flush=True)
+        sys.stdin.readline()
 
 store_writer.fcntl.flock = no_locks
 folder = Path(sys.argv[1])
@@ -103,13 +104,14 @@ def test_long_text_gives_tokens_of_whole_text(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(encode_module, "ENCODE_BATCH_NBYTES", 1000)
     (tmp_path / "a.txt").write_text(TEXT * 100)
     config = make_config(tmp_path, tmp_path / "a.txt")
-    reports: list[tuple[int, int]] = []
-    tokens = tokenize_files(config, progress=lambda done, total: reports.append((done, total)), note=lambda text: None)
+    reports: list[tuple[int, ...]] = []
+    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT * 100), EOS]
     assert tokens.ends.tolist() == [tokens.n_tokens]
     assert len(reports) > 5
     assert reports == sorted(reports)
-    assert {total for _, total in reports} == {len(TEXT) * 100} == {reports[-1][0]}
+    assert {total for _, total, _ in reports} == {len(TEXT) * 100} == {reports[-1][0]}
+    assert (reports[0], reports[-1][2]) == ((0, len(TEXT) * 100, 0), tokens.n_tokens)
 
 
 def test_second_run_uses_the_cache(tmp_path: Path):
@@ -293,10 +295,10 @@ def test_scratch_dir_is_used_only_without_cached_store(tmp_path: Path):
 def test_progress_ends_with_all_bytes_if_examples_are_limited(tmp_path: Path):
     path = write_json(tmp_path / "a.jsonl", [TEXT] * 9)
     config = make_config(tmp_path, path, type="json", max_examples=2)
-    reports: list[tuple[int, int]] = []
-    tokens = tokenize_files(config, progress=lambda *sizes: reports.append(sizes), note=lambda text: None)
+    reports: list[tuple[int, ...]] = []
+    tokens = tokenize_files(config, progress=lambda *counts: reports.append(counts), note=lambda text: None)
     assert tokens.ids.tolist() == [*encode(config.tokenizer, TEXT), EOS] * 2
-    assert reports[-1] == (path.stat().st_size,) * 2
+    assert reports[-1] == (path.stat().st_size, path.stat().st_size, tokens.n_tokens)
 
 
 def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
@@ -306,7 +308,7 @@ def test_tokens_in_brackets_have_no_loss(tmp_path: Path):
         tmp_path, path, type="json", fields="[{ids}, <|9|>, a], b", bos_id=1, add_bos=True, seq_length=2
     )
     notes: list[str] = []
-    tokens = tokenize_files(config, progress=lambda done, total: None, note=notes.append)
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     expected: list[tuple[int, int]] = []
     for ids, a, b in (([7, 8], "the cat", "the hat"), ([], "cat", "the mat")):
         expected += [(token_id, 0) for token_id in (1, *ids, 9, *encode(config.tokenizer, a))]

@@ -58,9 +58,10 @@ FILES = {
         "x.toml:10: unknown key `optimiser` - did you mean `optimizer`?",
     ),
     "unknown table": (
-        GOOD + "[lora]\nrank = 8\n",
-        "x.toml:14: unknown key `lora` - "
-        "known: name, seed, mesh, rules, model, data, batch, optimizer, loss, train, eval, checkpoint, log, cluster",
+        GOOD + "[peft]\nquality = 8\n",
+        "x.toml:14: unknown key `peft` - "
+        "known: name, seed, mesh, rules, model, data, batch, optimizer, lora, loss, train, eval, checkpoint, log, "
+        "cluster",
     ),
     "key of another table": (
         replaced("steps = 20", "steps = 20\nseq_length = 8"),
@@ -116,12 +117,14 @@ FILES = {
     ),
     "list with an invalid item": (
         replaced('path = "train.txt"', 'path = [\n  "a",\n  3,\n]'),
-        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs'
+        'x.toml:6: `data.path` is ["a", 3] - it takes a path or a list of paths: files, folders or globs, also in '
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "empty list": (
         replaced('path = "train.txt"', "path = []"),
-        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs"
+        "x.toml:6: `data.path` is [] - it takes a path or a list of paths: files, folders or globs, also in "
+        "`gs://`, `s3://` and `hf://` URLs"
         ' - `path = "data/train.txt"`',
     ),
     "name that is not a folder name": (

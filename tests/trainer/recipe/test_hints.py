@@ -78,7 +78,7 @@ def test_override_errors_follow_file_errors():
 
 def test_empty_recipe_lists_all_required_keys():
     missing = re.findall(r"`([a-z_.]+)` is missing", error_of("").why)
-    assert missing == ["model.path", "data.type", "data.path", "data.seq_length", "optimizer.lr"]
+    assert missing == ["model.path", "data.path", "data.seq_length", "optimizer.lr"]
 
 
 def test_required_key_under_other_name_is_not_missing():

@@ -16,12 +16,13 @@ from trainer.models import mesh
 from trainer.models.errors import PrepError
 from trainer.recipe import batch_shape, load_recipe, recipe_to_toml, schema
 from trainer.recipe.docs_page import render_page
-from trainer.recipe.field_checks import COLUMN_KEYS
+from trainer.recipe.field_checks import COLUMN_KEYS, NOISE_KEYS
 from trainer.recipe.field_grammar import SIGNS
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES, AdamWTable
 from trainer.recipe.run_tables import Cluster
 from trainer.recipe.tables import KEY_SCHEMAS, key_schemas_of, value_of
+from trainer.recipe.text_fields import DEFAULT_FIELDS
 
 ROOT = Path(__file__).parents[3]
 SMALL = """\
@@ -134,8 +135,8 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
-    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "optimizer.loss_scale"}
-    conflicting |= {*START_KEYS}
+    conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "data.objective"}
+    conflicting |= {"optimizer.loss_scale", "lora.path", "data.sources", "data.eval_split", *START_KEYS}
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in key_schemas_of("adamw").items()
@@ -212,6 +213,12 @@ VALUES_BY_KEY = {
     "train.steps": st.integers(10, 2**30),
 }
 
+LORA_VALUES: list[dict[str, Any]] = [
+    {},
+    {"lora.path": "adapter", "lora.base_dtype": "bfloat16"},
+    {"lora.rank": 8, "lora.alpha": 4.5, "lora.targets": ["attn.*", "mlp.up"], "lora.use_rslora": True},
+]
+
 
 def accepted_values(key_schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     """Generate accepted values of a key."""
@@ -247,27 +254,34 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     excluded |= {"optimizer.loss_scale", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
+    excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")}
     excluded |= {"model.offload", *START_KEYS} | draw(st.sampled_from([{"model.remat_policy"}, policy_conflicts]))
     excluded |= {draw(st.sampled_from(["data.holdout", "data.eval_path"])), "train.eval_every", "eval.limit"}
+    excluded |= {"data.sources", "data.eval_split", "data.objective", *NOISE_KEYS}
     optimizer = draw(st.sampled_from([*OPTIMIZER_TABLES]))
     schemas = key_schemas_of(optimizer)
     excluded |= {"optimizer.type"} | ({"optimizer.schedule"} if optimizer == "palm" else set[str]())
     required = {key for key, item in schemas.items() if "default" not in item and "absent" not in item} | chosen
-    required |= {"model.path"}
+    required |= {"model.path", "data.path"}
     optional = [*sorted(set(schemas) - required - excluded), f"optimizer.{warmup}"]
     keys = required | set(draw(st.lists(st.sampled_from(optional), unique=True)))
     values = {key: draw(VALUES_BY_KEY.get(key, accepted_values(schemas[key]))) for key in sorted(keys)}
     values |= {"optimizer.type": optimizer} if optimizer != "adamw" or draw(st.booleans()) else {}
-    if values["data.type"] == "json" and draw(st.booleans()):
+    has_columns = values.get("data.type", "auto") in DEFAULT_FIELDS
+    if has_columns and draw(st.booleans()):
         values["data.fields"] = draw(TEXTS.filter(lambda text: not SIGNS.search(text)))
         values |= draw(st.fixed_dictionaries({}, optional={"data.subfield_separator": TEXTS}))
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values["data.fields_from_example"] = draw(TEXTS)
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
-    elif values["data.type"] == "json" and draw(st.booleans()):
+    elif has_columns and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
+    elif "data.packing" not in values and "data.always_start_with_bos" not in values and draw(st.booleans()):
+        values |= {"data.objective": "span_corruption", "data.source_length": 512, "data.seq_length": 114}
+        values |= draw(st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)}))
+    values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}
         values |= draw(st.fixed_dictionaries({}, optional={"eval.at_start": st.booleans()}))

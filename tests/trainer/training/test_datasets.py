@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.helpers.corpus import encode, make_tokenizer
 from tests.helpers.tiny_configs import LLAMA, T5
@@ -30,13 +32,21 @@ lr = 1e-3
 [train]
 steps = 1
 """
+SPANS = (
+    "data.objective=span_corruption",
+    "data.source_length=10",
+    "data.seq_length=6",
+    "data.fields=prompt+completion",
+)
 LINES = """\
 {"prompt": "the cat", "completion": "the hat sat", "how": "[prompt+completion], prompt"}
 {"prompt": "the mat", "completion": "the cat sat", "how": "prompt"}
 """
 
 
-def load_datasets(folder: Path, config: dict[str, Any], *overrides: str, **changes: Any) -> Datasets:
+def load_datasets(
+    folder: Path, config: dict[str, Any], *overrides: str, note: Callable[[str], None] = print, **changes: Any
+) -> Datasets:
     """Return the datasets of a recipe for a model with special tokens 1 (bos) and 2 (eos)."""
     (folder / "a.jsonl").write_text(LINES)
     (folder / "x.toml").write_text(RECIPE.replace("{folder}", str(folder)))
@@ -47,8 +57,8 @@ def load_datasets(folder: Path, config: dict[str, Any], *overrides: str, **chang
         model,
         manifest={"config": config},
         folders={"tokenizer": make_tokenizer(folder / "tokenizer.json"), "cache": folder / "cache"},
-        progress=lambda done, total: None,
-        note=lambda text: None,
+        progress=lambda *counts: None,
+        note=note,
     )
 
 
@@ -107,6 +117,13 @@ def test_max_examples_limits_only_the_training_data(tmp_path: Path):
         (T5, {}, ["data.fields=prompt"], "t5 has an encoder, but the data has no source column", ""),
         (T5, {}, ["data.format=chat"], "the tokenizer in ", "looked for chat_template.jinja"),
         (T5, {}, ["data.prepend_text=x"], "`data.prepend_text` is 'x'", "t5 has an encoder"),
+        (T5, {}, ["data.packing=documents"], '`data.packing` is "documents"', "the model has an encoder"),
+        (LLAMA, {}, [*SPANS], '`data.objective` is "span_corruption"', "the model has no encoder"),
+        (T5, {}, [*SPANS], "has no token <extra_id_0>", "and a sentinel token for each"),
+        (
+            *(LLAMA, {}, ["data.packing=none", "data.fields=<|1|>", "data.add_eos=false"]),
+            *("the data has no token to train on", "each document has one token"),
+        ),
         (
             *(LLAMA, {}, ["data.fields_from_example=prompt"]),
             *(':1: no column `the cat`', "its columns: `prompt`, `completion`, `how`"),
@@ -130,3 +147,41 @@ def test_fields_from_example_differ_by_record(tmp_path: Path):
     expected += [(token_id, 1) for text in ("the cat", "the mat") for token_id in (*encode(tokenizer, text), 2)]
     assert ids == [token_id for token_id, _ in expected[: len(ids)]]
     assert weights[::2] == [weight for _, weight in expected[1 : len(ids) + 1 : 2]]
+
+
+@pytest.mark.parametrize("packing", ["documents", "none"])
+def test_packing_of_documents_reaches_the_rows(tmp_path: Path, packing: str):
+    notes: list[str] = []
+    overrides = (f"data.packing={packing}", "data.fields=completion", "data.seq_length=64", "data.holdout=0")
+    datasets = load_datasets(tmp_path, LLAMA, *overrides, note=notes.append)
+    batch = datasets.train.get_batch(range(datasets.train.n_rows))
+    expected = [[*encode(tmp_path / "tokenizer.json", text), 2] for text in ("the hat sat", "the cat sat")]
+    n_tokens = sum(map(len, expected))
+    if packing == "none":
+        assert [row[: len(ids)].tolist() for row, ids in zip(batch["tokens"], expected, strict=True)] == expected
+        assert "segment_ids" not in batch
+    else:
+        assert batch["tokens"][0, :n_tokens].tolist() == [token_id for ids in expected for token_id in ids]
+        assert batch["segment_ids"][0].max() == 2
+    places = f"{100 * n_tokens / batch['tokens'].size:.2f} % of their places have a token"
+    assert notes == [
+        f"{n_tokens} tokens in 2 documents",
+        f"{len(batch['tokens'])} sequences of 64: {places}",
+    ]
+
+
+def test_span_corruption_reaches_the_rows(tmp_path: Path):
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(tmp_path / "tokenizer.json")))
+    tokenizer.add_special_tokens(["<extra_id_0>"])
+    tokenizer.save(str(tmp_path / "spans.json"))
+    sentinel = tokenizer.token_to_id("<extra_id_0>")
+    datasets = load_datasets(tmp_path, T5, *SPANS, f"data.tokenizer={tmp_path}/spans.json", vocab_size=310)
+    batch = datasets.train.get_batch([0])
+    text = [
+        token_id
+        for line in ("the cat the hat sat", "the mat the cat sat")
+        for token_id in (*encode(tmp_path / "tokenizer.json", line), 2)
+    ]
+    assert batch["source"].tolist() == [[*text[:8], sentinel, 2]]  # its one span of 2 is at the end
+    assert batch["targets"].tolist() == [[sentinel, *text[8:10], 2, 0, 0]]
+    assert batch["tokens"].tolist() == [[0, sentinel, *text[8:10], 0, 0]]

@@ -53,8 +53,12 @@ def load_test_recipe(*overrides: str) -> Recipe:
         (["data.eval_path=empty.txt"], "empty.txt is empty"),
         (["data.path=[train.txt, empty.txt]"], "no data in `[train.txt, empty.txt]`"),
         (['data.path=["train.txt", "empty.txt"]'], "empty.txt is empty"),
+        (["data.split=train"], "`data.split` is 'train'"),
+        (["data.path=s3://bucket/a.txt"], "cannot read s3://bucket/a.txt"),
+        (["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'], "the type of recipe.toml is unknown"),
+        (["data.eval_split=test"], "`data.eval_split` is 'test'"),
         (["data.tokenizer=nowhere"], "no tokenizer at nowhere"),
-        (["data.tokenizer=."], ". has no tokenizer.json"),
+        (["data.tokenizer=."], ". has no tokenizer"),
     ],
 )
 def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
@@ -66,6 +70,14 @@ def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
 
 def test_check_inputs_accepts_valid_inputs():
     check_inputs(load_test_recipe())
+
+
+def test_check_inputs_checks_every_source():
+    tables = [f'[[data.sources]]\nname = "{name}"\npath = "{name}.txt"' for name in ("train", "nowhere")]
+    text = RECIPE.replace('path = "train.txt"\n', "").replace("[batch]", "\n".join([*tables, "[batch]"]))
+    Path("recipe.toml").write_text(text)
+    with pytest.raises(PrepError, match=r"no data in `nowhere\.txt`"):
+        check_inputs(load_test_recipe())
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ def tokenize(process: ThreadProcess, config: TokenizeConfig) -> tuple[list[int],
     """Return the tokens, the notes, and the bytes that the process tokenized."""
     notes: list[str] = []
     progress: list[int] = []
-    tokens = tokenize_in_group(config, process, progress=lambda done, total: progress.append(done), note=notes.append)
+    tokens = tokenize_in_group(config, process, progress=lambda *counts: progress.append(counts[0]), note=notes.append)
     return tokens.ids.tolist(), notes, progress
 
 
 def test_process_0_makes_the_tokens_of_a_shared_cache(config: TokenizeConfig):
     first, *others = run_processes(3, lambda process: tokenize(process, config))
-    assert first[2] == [len(TEXT)]
+    assert first[2] == [0, len(TEXT)]
     assert others == [(first[0], first[1], [])] * 2
     again = run_processes(3, lambda process: tokenize(process, config))
     assert [result[2] for result in again] == [[], [], []]
@@ -61,7 +61,7 @@ def test_processes_with_own_caches_make_own_tokens(config: TokenizeConfig, tmp_p
 
     results = run_processes(2, tokenize_own_cache)
     assert results[0] == results[1]
-    assert results[0][1] == [len(TEXT)]
+    assert results[0][1] == [0, len(TEXT)]
 
 
 def test_other_data_on_another_host_is_an_error(config: TokenizeConfig, tmp_path: Path):

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainer.data.readers.arrow_file import ARROW_READER, PARQUET_READER
+from trainer.data.readers.csv_file import CSV_READER
+from trainer.data.readers.ids_file import IDS_READER
 from trainer.data.readers.json_lines import JSON_READER
 from trainer.data.readers.reader import Reader
 from trainer.data.readers.text_file import TEXT_READER
-from trainer.recipe.text_fields import DataType
+from trainer.recipe.text_fields import FileType
 
-READERS: Mapping[DataType, Reader] = {"text": TEXT_READER, "json": JSON_READER}
+READERS: Mapping[FileType, Reader] = {
+    "text": TEXT_READER,
+    "json": JSON_READER,
+    "csv": CSV_READER,
+    "parquet": PARQUET_READER,
+    "arrow": ARROW_READER,
+    "ids": IDS_READER,
+}

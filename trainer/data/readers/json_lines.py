@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from trainer.data.files import DataFile, read_blocks
+from trainer.data.files import DataFile
 from trainer.data.json_types import json_type_name
-from trainer.data.readers.reader import Reader, Record, decode_utf8
+from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, Record, decode_utf8, read_stream
 from trainer.models.errors import PrepError
 
 
-def _split_lines(file: BinaryIO) -> Iterable[bytes]:
-    return file
+def _read_lines(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[Record]:
+    return read_stream(file, lambda stream: _parse_lines(file, stream, options))
 
 
-def _read_lines(file: DataFile) -> Iterator[Record]:
-    """Yield one record per non-blank line; the bytes of blank lines count for the next one."""
-    offset, blank_nbytes = 0, 0
-    for number, line in enumerate(read_blocks(file, _split_lines), start=1):
-        text = decode_utf8(file.path, line, offset)
+def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
+    """Yield one record per valid line; the bytes of blank and invalid lines count for the next one."""
+    offset, skipped_nbytes = 0, 0
+    for number, line in enumerate(stream, start=1):
+        values, place = None, f"{file.path}:{number}"
+        try:
+            text = decode_utf8(place, line, offset)
+            values = _parse_object(place, text.rstrip()) if text.strip() else None
+        except PrepError as error:
+            options.on_error(error)
         offset += len(line)
-        if text.strip():
-            yield _parse_record(f"{file.path}:{number}", text.rstrip(), blank_nbytes + len(line))
-            blank_nbytes = 0
-        else:
-            blank_nbytes += len(line)
+        skipped_nbytes += len(line)
+        if values is not None:
+            yield Record(values, place, skipped_nbytes)
+            skipped_nbytes = 0
 
 
-def _parse_record(place: str, line: str, nbytes: int) -> Record:
+def _parse_object(place: str, line: str) -> dict[str, Any]:
     values = _parse_json(place, line)
     if not isinstance(values, dict):
         what = f"{place}: not an object but {json_type_name(values)}"
         raise PrepError(what, "type `json` needs one object per line", "`jq -c '.[]'` splits a list into lines")
-    return Record(values, place, nbytes)
+    return values
 
 
 def _parse_json(place: str, line: str) -> Any:
@@ -50,4 +54,4 @@ def _parse_json(place: str, line: str) -> Any:
     raise PrepError(f"{place}: not JSON", why, hint)
 
 
-JSON_READER = Reader(".jsonl", _read_lines)
+JSON_READER = Reader((".jsonl",), _read_lines, other_suffixes=(".json", ".ndjson"), is_compressible=True)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar, cast
 
-from trainer.data.files import DataFile
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.compression import open_decompressed, split_compression
+from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream
 from trainer.models.errors import PrepError
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -45,24 +51,144 @@ class TextChunk:
     ends_document: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IdsChunk:
+    """Token ids of a data file that was tokenized before.
+
+    Attributes:
+        ids: Ids of a part of the file, any integer dtype.
+        file: Name of the file, for error messages.
+        first: Position of the first id in the file.
+        nbytes: Its share of the file's bytes, for the progress.
+        ends_document: Whether a document ends with it.
+    """
+
+    ids: npt.NDArray[np.integer[Any]]
+    file: str
+    first: int
+    nbytes: int
+    ends_document: bool
+
+
 DataPiece: TypeAlias = Record | TextChunk
+ErrorHandler: TypeAlias = Callable[[PrepError], None]
+
+
+def raise_error(error: PrepError) -> None:
+    """Raise an error: the handler that tolerates no invalid line."""
+    raise error
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """Settings of a reader.
+
+    Attributes:
+        on_error: Called with the error of an invalid record. If it returns, the record is skipped.
+        ids_dtype: Dtype of ids in files that do not record it.
+    """
+
+    on_error: ErrorHandler = raise_error
+    ids_dtype: str = DEFAULT_IDS_DTYPE
+
+
+DEFAULT_OPTIONS = ReadOptions()
+
+
+class ReadFunction(Protocol):
+    """Function that reads a data file of one type."""
+
+    def __call__(
+        self, file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /
+    ) -> Iterator[Record] | Iterator[TextChunk] | Iterator[IdsChunk]:
+        """Yield the records, the text or the ids of a file, in order and in bounded memory.
+
+        Raises:
+            PrepError: The file is invalid, with the line, the row or the byte offset; or it changed since it was
+                hashed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The functions that read data files of one type.
+    """The function that reads data files of one type, and their suffixes.
 
     Attributes:
-        suffix: Suffix of the files that are read from folders.
-        read: Yields the records or the text of a file, in order and in bounded memory. It raises PrepError if the file
-            is invalid, with the line or the byte offset, and if the file changed since it was hashed.
+        suffixes: Suffixes of the files to read from folders.
+        read: Reads a file.
+        other_suffixes: Suffixes that tell the type of a file which is named itself.
+        is_compressible: Whether files may be compressed as a whole, with a suffix more.
+        has_ids: Whether files have token ids instead of texts.
     """
 
-    suffix: str
-    read: Callable[[DataFile], Iterator[DataPiece]]
+    suffixes: tuple[str, ...]
+    read: ReadFunction
+    other_suffixes: tuple[str, ...] = ()
+    is_compressible: bool = False
+    has_ids: bool = False
+
+    def reads_from_folder(self, name: str) -> bool:
+        """Return whether a file in a folder belongs to this reader, by its suffix."""
+        return name.endswith(self._with_compression(name, self.suffixes))
+
+    def reads_named(self, name: str) -> bool:
+        """Return whether a file that is named itself belongs to this reader, by its suffix."""
+        return name.endswith(self._with_compression(name, self.suffixes + self.other_suffixes))
+
+    def _with_compression(self, name: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        compression = split_compression(name)[1] if self.is_compressible else ""
+        return tuple(suffix + compression for suffix in suffixes)
 
 
-def decode_utf8(path: Path, data: bytes, offset: int) -> str:
+PieceT = TypeVar("PieceT", Record, TextChunk, IdsChunk)
+
+
+def read_stream(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -> Iterator[PieceT]:
+    """Parse a file from its start to its end, decompressed, and check at the end that it has not changed.
+
+    Args:
+        file: The file; its suffix tells its compression.
+        parse: Yields the pieces of the content. Its progress counts the bytes of the content.
+
+    Yields:
+        The pieces. Their progress counts the bytes of the file.
+
+    Raises:
+        PrepError: The file cannot be read or decompressed, or changed since it was hashed.
+    """
+    _, compression = split_compression(str(file.path))
+    with file.open() as raw:
+        hashing = HashingStream(raw)
+        stream = cast(BinaryIO, hashing)
+        if compression:
+            content, done_nbytes = open_decompressed(stream, str(file.path), compression), 0
+            for piece in parse(content):
+                yield replace(piece, nbytes=hashing.position - done_nbytes)
+                done_nbytes = hashing.position
+        else:
+            yield from parse(cast(BinaryIO, io.BufferedReader(hashing, FILE_READ_NBYTES)))
+        file.check_digest(hashing.digest())
+
+
+def read_seekable(file: DataFile, parse: Callable[[BinaryIO], Iterator[PieceT]]) -> Iterator[PieceT]:
+    """Parse a file in any order, and check at the end that it has not changed.
+
+    Args:
+        file: The file.
+        parse: Yields the pieces of a seekable stream.
+
+    Raises:
+        PrepError: The file cannot be read, or changed since it was hashed.
+    """
+    with file.open() as raw:
+        yield from parse(raw)
+        if file.open_remote is None:  # a remote file is read at one version
+            raw.seek(0)
+            file.check_digest(HashingStream(raw).digest())
+
+
+def decode_utf8(path: Path | str, data: bytes, offset: int) -> str:
     """Decode a part of a file, without the byte order mark at its start.
 
     Args:

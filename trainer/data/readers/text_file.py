@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.data.files import DataFile, read_blocks
-from trainer.data.readers.reader import Reader, TextChunk, decode_utf8
+from trainer.data.files import DataFile
+from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, TextChunk, decode_utf8, read_stream
 
 READ_NBYTES = 1 << 20
 # Maximum bytes of text that are encoded at once. Tokens may depend on it: raise `TOKENS_VERSION` with it.
@@ -27,11 +27,11 @@ def _split_blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(READ_NBYTES), b"")
 
 
-def _read_text(file: DataFile) -> Iterator[TextChunk]:
-    return split_text(file.path, read_blocks(file, _split_blocks))
+def _read_text(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[TextChunk]:
+    return read_stream(file, lambda stream: split_text(file.path, _split_blocks(stream)))
 
 
-def split_text(path: Path, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
+def split_text(path: Path | str, blocks: Iterable[bytes]) -> Iterator[TextChunk]:
     """Yield a text in chunks of at most TEXT_CHUNK_NBYTES.
 
     Each cut is in the second half of a chunk, in this order of preference
@@ -75,4 +75,4 @@ def _cut_length(data: bytes) -> int:
     return next(character_starts, TEXT_CHUNK_NBYTES)  # without one the text is not UTF-8, and decoding fails
 
 
-TEXT_READER = Reader(".txt", _read_text)
+TEXT_READER = Reader((".txt",), _read_text, is_compressible=True)

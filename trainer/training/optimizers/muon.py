@@ -1,4 +1,4 @@
-"""Muon, with Adam for the parameters that are no matrices of layers."""
+"""Muon for the matrices of layers, with Adam for all other parameters."""
 
 from __future__ import annotations
 

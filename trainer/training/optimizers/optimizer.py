@@ -46,7 +46,7 @@ class Optimizer:
         lr_schedule: The learning rate.
         decay: Weight decay.
         clip_norm: Maximum norm of the gradients; 0 for no clipping.
-        freeze: Patterns of leaves that are not trained.
+        freeze: Patterns of frozen leaves.
         moment_dtype: Dtype of the moments between steps, "float32" or "bfloat16".
         ema: Decay rate of the moving average of the parameters; 0 for none.
     """
@@ -60,11 +60,11 @@ class Optimizer:
     ema: float = 0.0
 
     def trained_leaves(self, leaves: Mapping[str, ParamLeaf]) -> dict[str, ParamLeaf]:
-        """Return the leaves that are not frozen."""
+        """Return the trained leaves."""
         return {path: leaf for path, leaf in leaves.items() if not matches_any(self.freeze, path)}
 
     def trained(self, params: Tree) -> Tree:
-        """Return the parameters that are not frozen."""
+        """Return the trained parameters."""
         if not self.freeze:
             return params
         flat = flatten_tree(params)

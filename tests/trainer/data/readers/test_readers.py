@@ -8,18 +8,19 @@ from typing import get_args
 
 import trainer
 from trainer.data.readers import READERS
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType
+from trainer.recipe.text_fields import DEFAULT_FIELDS, DataType, FileType
 
 TRAINER = Path(trainer.__path__[0])
 
 
 def test_every_type_of_data_has_a_reader():
-    assert set(READERS) == set(get_args(DataType))
-    assert DEFAULT_FIELDS.keys() <= READERS.keys()
+    assert set(READERS) == set(get_args(FileType)) == {*get_args(DataType)} - {"auto"}
+    assert DEFAULT_FIELDS.keys() <= {*get_args(DataType)}
 
 
 def test_suffixes_of_readers_differ():
-    assert len({reader.suffix for reader in READERS.values()}) == len(READERS)
+    suffixes = [suffix for reader in READERS.values() for suffix in reader.suffixes + reader.other_suffixes]
+    assert len({*suffixes}) == len(suffixes)
 
 
 def test_no_module_compares_with_a_type_of_data():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from trainer.data.files import hash_file
 from trainer.data.readers import READERS, text_file
-from trainer.data.readers.reader import DataPiece, TextChunk
+from trainer.data.readers.reader import TextChunk
 from trainer.data.readers.text_file import split_text
 from trainer.models.errors import PrepError
 
@@ -33,7 +34,7 @@ def chunks_of_text(text: bytes, block_nbytes: int = 7) -> list[TextChunk]:
     return list(split_text(Path("t.txt"), blocks))
 
 
-def read_text(path: Path) -> list[DataPiece]:
+def read_text(path: Path) -> Sequence[object]:
     """Read a text file."""
     return list(READERS["text"].read(hash_file(path)))
 

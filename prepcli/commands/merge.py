@@ -1,0 +1,171 @@
+"""`prep merge`: add an adapter to the weights of its base model, and write a Hugging Face folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prepcli.commands.conversion import CommonOptions, PlannedConversion, run_conversion
+from prepcli.commands.export import ExportRequest, plan_copy
+from prepcli.console.ui import Report, Ui
+from prepcli.errors import PrepError, usage_error
+from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
+from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.sources.locate import LocatedCheckpoint
+from prepcli.sources.openers.peft_folder import adapter_config, is_adapter, open_adapter, read_settings
+from prepcli.sources.source import Source, SourceTensor
+from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
+
+MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRequest:
+    """Request of `prep merge`."""
+
+    adapter: Path  # folder in the format of PEFT
+    common: CommonOptions  # its checkpoint is the base
+
+
+def merge(request: MergeRequest, ui: Ui) -> Report:
+    """Write a base model with an adapter added to its weights.
+
+    Args:
+        request: Adapter, base and output.
+        ui: Receives notes, warnings and progress.
+
+    Returns:
+        Report with the output's path and the number of changed values.
+
+    Raises:
+        PrepError: The adapter is not supported or does not fit the base, or the conversion failed.
+    """
+    return run_conversion(request.common, ui, lambda source, located: plan_merge(request, source, located))
+
+
+def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint) -> PlannedConversion:
+    """Plan the copy of the base's tensors, with the adapter's products added to some of them.
+
+    The matrices of the adapter are streams as well, which are only digested: a change of them during the merge is
+    noticed like a change of the base.
+
+    Args:
+        request: The adapter.
+        source: Opened base.
+        located: Located base; its model name determines the output's default name.
+
+    Returns:
+        Plan with the notes and fields of its report.
+
+    Raises:
+        PrepError: The adapter is not supported, or does not fit the base.
+    """
+    if "lora" in source.tree_manifest:
+        why = "it has only adapters; a base is a complete model"
+        raise usage_error(f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`")
+    lora, adapter = _open_adapter(request.adapter, source)
+    combined = _with_adapter(source, adapter)
+    matrices = _matrix_streams(combined.tensors[len(source.tensors) :], request.adapter)
+    copy = plan_copy(ExportRequest(request.common, keep_padding=True), source, located)
+    updates = dict(_updates(copy.plan, matrices, scale=lora.scaling, source=source, adapter=request.adapter))
+    streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
+    command = f"prep merge {request.adapter} {source.display_name}"
+    settings = {"adapter": str(request.adapter), "scaling": lora.scaling, "tensors": len(updates)}
+    plan = replace(
+        copy.plan,
+        command="merge",
+        request=command + (f" --config {request.common.config}" if request.common.config else ""),
+        source_files=(*copy.plan.source_files, *adapter.file_stamps),
+        streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
+        settings={**copy.plan.settings, "merged": settings},
+    )
+    line = f"{request.adapter} -> {source.display_name}: {len(updates)} tensors change, scaled by {lora.scaling:g}"
+    return PlannedConversion(
+        plan,
+        f"{located.model_name}-merged",
+        notes=(line,),
+        fields={**copy.fields, "merged": settings},
+        next_command=lambda out: f"prep verify {out}",
+        source_view=combined,
+    )
+
+
+def _open_adapter(path: Path, source: Source) -> tuple[LoraConfig, Source]:
+    """Read the settings and the header of an adapter; its tensors have the bare names of the base."""
+    if not is_adapter(path):
+        hint = "`prep export RUN --out ADAPTER` writes the adapter of a run"
+        raise usage_error(f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint)
+    family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
+    adapter = open_adapter(path, family, source.config)
+    tensors = (replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors)
+    return adapter_config(read_settings(path)), replace(adapter, tensors=tuple(tensors))
+
+
+def _with_adapter(source: Source, adapter: Source) -> Source:
+    """Return the base with the tensors and the file of an adapter after its own."""
+    number = len(source.byte_sources)
+
+    def placed(tensor: SourceTensor) -> SourceTensor:
+        (location,) = tensor.placement
+        assert isinstance(location, Contiguous)
+        return replace(tensor, placement=(Contiguous(number, location.offset),))
+
+    return replace(
+        source,
+        tensors=(*source.tensors, *map(placed, adapter.tensors)),
+        files=(*source.files, *adapter.files),
+        file_stamps=(*source.file_stamps, *adapter.file_stamps),
+        blobs=(*source.byte_sources, *adapter.files) if source.blobs else (),
+    )
+
+
+def _matrix_streams(tensors: tuple[SourceTensor, ...], adapter: Path) -> dict[str, dict[str, Stream]]:
+    """Return the streams of an adapter's matrices, by module and then by `A` and `B`."""
+    streams: dict[str, dict[str, Stream]] = {}
+    for tensor in tensors:
+        match = MATRIX_NAME.fullmatch(tensor.name)
+        if match is None or len(tensor.shape) != 2 or tensor.dtype not in FLOAT_DTYPES:
+            why = f"it is {tensor.dtype} {list(tensor.shape)}; only lora_A and lora_B of projections are supported"
+            raise PrepError(f"{adapter}: {tensor.name} cannot be merged", why)
+        stream = Stream(tensor.name, tensor.dtype, tensor.shape, (0, tensor.shape[0]), tensor.placement, ())
+        streams.setdefault(match["module"], {})[match["matrix"]] = stream
+    for module, pair in streams.items():
+        if len(pair) != 2:
+            raise PrepError(f"{adapter} is incomplete", f"{module} has only lora_{'/'.join(pair)}")
+    return streams
+
+
+def _updates(
+    plan: Plan, matrices: Mapping[str, Mapping[str, Stream]], *, scale: float, source: Source, adapter: Path
+) -> Iterator[tuple[str, LowRankUpdate]]:
+    """Yield the name of each tensor that changes with its update; raise PrepError if the base lacks a tensor."""
+    written = {stream.name: stream for stream in plan.streams if stream.writes and stream.reads}
+    transposed = [
+        re.compile(re.sub(r"\\{\w+\\}", r"\\d+", re.escape(projection.module)))
+        for projection in projections(source.family, source.config)
+        if projection.is_transposed
+    ]
+    for module, pair in matrices.items():
+        update = LowRankUpdate(pair["A"], pair["B"], scale, any(name.fullmatch(module) for name in transposed))
+        target = written.get(f"{module}.weight")
+        if target is None:
+            hint = f"`prep inspect {source.display_name}` lists its tensors"
+            raise PrepError(f"{adapter} does not fit the base", f"the base has no tensor {module}.weight", hint)
+        _check_shapes(target, update, adapter)
+        yield target.name, update
+
+
+def _check_shapes(target: Stream, update: LowRankUpdate, adapter: Path) -> None:
+    """Raise PrepError unless the product of the matrices has the shape of the tensor, which must be of floats."""
+    (rank_a, num_inputs), (num_outputs, rank_b) = update.a.shape, update.b.shape
+    shape = (num_inputs, num_outputs) if update.is_transposed else (num_outputs, num_inputs)
+    if rank_a != rank_b or target.shape != shape or target.dtype not in FLOAT_DTYPES:
+        product = f"B {list(update.b.shape)} times A {list(update.a.shape)}"
+        why = f"{target.name} is {target.dtype} {list(target.shape)}, the adapter has {product}"
+        raise PrepError(f"{adapter} does not fit the base", why, "the model that the adapter was trained with")
+
+
+def _with_update(stream: Stream, update: LowRankUpdate | None) -> Stream:
+    return replace(stream, update=update) if update and stream.writes and stream.reads else stream

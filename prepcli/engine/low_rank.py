@@ -1,0 +1,97 @@
+"""Low-rank updates of streams: the product of two small matrices is added to a tensor while it passes.
+
+The product is summed over the rank in order, in float32. The result therefore does not depend on the slabs. It is added
+in float32 (float64 for a float64 tensor), and the sum is rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from prepcli.engine.casts import StreamCast, ValueChange, count_changes
+from prepcli.engine.files import RunReader
+from prepcli.engine.fills import numpy_dtype, round_to_dtype
+from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.planning.boxes import Range, split_merged_range
+from prepcli.planning.plan import Stream
+
+BLOCK_VALUES = 1 << 15  # values per step: its arrays fit a core's cache
+RUN_NBYTES = 256 << 10  # of one read of a matrix
+FLOAT32_NBYTES = 4
+
+
+def matrix_nbytes(streams: Sequence[Stream]) -> int:
+    """Return the memory for the matrices of the largest update, and for reading them; 0 without updates."""
+    updates = [stream.update for stream in streams if stream.update]
+    counts = [math.prod(update.a.shape) + math.prod(update.b.shape) for update in updates]
+    return FLOAT32_NBYTES * max(counts) + 2 * RUN_NBYTES if counts else 0
+
+
+def value_change(stream: Stream, source: RunReader) -> ValueChange | None:
+    """Return the change of a stream's values: an update, a cast, or None to keep them."""
+    if stream.update:
+        return StreamUpdate(stream, source)
+    return StreamCast(stream.dtype, stream.cast_to) if stream.cast_to else None
+
+
+class StreamUpdate(ValueChange):
+    """The update of a stream's values by its `LowRankUpdate`."""
+
+    def __init__(self, stream: Stream, source: RunReader) -> None:
+        """Read the matrices.
+
+        Args:
+            stream: A stream of a matrix, with an update.
+            source: Reader of the source files.
+        """
+        super().__init__(stream.dtype, stream.written_dtype)
+        update = stream.update
+        assert update is not None
+        a, b = _read_matrix(update.a, source), _read_matrix(update.b, source)
+        self._left, self._right = (a.T, b.T) if update.is_transposed else (b, a)  # [rows, rank], [rank, columns]
+        self._scale, self._shape = np.float32(update.scale), stream.shape
+        self._next_value = stream.byte_range[0] // self._source.itemsize
+
+    def _change(self, values: np.ndarray, out: np.ndarray) -> None:
+        first = self._next_value
+        self._next_value = first + values.size
+        start = 0
+        for rows, columns in _blocks((first, self._next_value), self._shape):
+            stop = start + (rows[1] - rows[0]) * (columns[1] - columns[0])
+            wide = values[start:stop].astype(self._wide)
+            out[start:stop] = round_to_dtype(wide + self._product(rows, columns).reshape(-1), self._target)
+            self.counts += count_changes(wide, out[start:stop].astype(self._wide))
+            start = stop
+
+    def _product(self, rows: Range, columns: Range) -> np.ndarray:
+        """Compute a block of scale * left @ right."""
+        left, right = self._left[slice(*rows)], self._right[:, slice(*columns)]
+        total = np.zeros((len(left), right.shape[1]), np.float32)
+        term = np.empty_like(total)
+        for number in range(len(right)):
+            np.multiply(left[:, number : number + 1], right[number], out=term)
+            total += term
+        total *= self._scale
+        return total
+
+
+def _blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, Range]]:
+    """Yield (rows, columns) of blocks that cover a range of a matrix's values in C order."""
+    step = max(1, BLOCK_VALUES // shape[1])
+    for (first_row, last_row), (first_column, last_column) in split_merged_range(value_range, shape):
+        for row in range(first_row, last_row, step):
+            for column in range(first_column, last_column, BLOCK_VALUES):
+                yield (row, min(row + step, last_row)), (column, min(column + BLOCK_VALUES, last_column))
+
+
+def _read_matrix(stream: Stream, source: RunReader) -> np.ndarray:
+    """Read a matrix as float32."""
+    dtype = numpy_dtype(stream.dtype)
+    matrix = np.empty(stream.nbytes // dtype.itemsize, np.float32)
+    for start, data in read_values(source, stream, buffers=allocate_run_buffers(RUN_NBYTES)):
+        first = start // dtype.itemsize
+        matrix[first : first + data.size // dtype.itemsize] = data.view(dtype)
+    return matrix.reshape(stream.shape)

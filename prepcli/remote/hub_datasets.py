@@ -1,0 +1,157 @@
+"""The files of a configuration and a split of a dataset on the hub.
+
+The README of a dataset lists the files of each configuration and split. Without a list, the names of the files tell
+their splits, as `datasets` does: `train-00000-of-00004.parquet`, `test.csv` or `validation/0.jsonl`. In the branch
+`refs/convert/parquet`, which the hub makes of most datasets, folders are configurations and their splits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prepcli.errors import PrepError, usage_error
+
+README = "README.md"
+DEFAULT_CONFIG, DEFAULT_SPLIT = "default", "train"
+CONVERTED = re.compile(r"(?P<config>[^/]+)/(?P<split>[^/]+)/\d{4,}\.parquet")
+SHARD = re.compile(r"(?:^|/)(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*$")
+SPLIT_WORDS = {
+    "train": re.compile(r"(?<![a-z])train(?:ing)?(?![a-z])", re.IGNORECASE),
+    "validation": re.compile(r"(?<![a-z])(?:validation|valid|dev|val)(?![a-z])", re.IGNORECASE),
+    "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
+}
+
+Splits = Mapping[str, Sequence[str]]  # files by split
+
+
+def read_metadata(readme: Path | None) -> Mapping[str, Any]:
+    """Return the metadata at the top of a dataset's README; empty without one.
+
+    Raises:
+        PrepError: The metadata is not YAML.
+    """
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        return (readme and metadata_load(readme)) or {}
+    except Exception as error:  # of a YAML library that huggingface_hub depends on
+        raise PrepError(f"the metadata of {readme} is malformed", str(error).partition("\n")[0]) from error
+
+
+def select_files(
+    dataset: str,
+    names: Iterable[str],
+    metadata: Mapping[str, Any],
+    *,
+    config: str | None,
+    split: str | None,
+    accepts: Callable[[str], bool],
+) -> list[str]:
+    """Return the files of a split of a configuration, in the order of the list or of their names.
+
+    Args:
+        dataset: Name of the dataset, for error messages.
+        names: All files of the repository.
+        metadata: Metadata of its README.
+        config: Configuration; None for the default.
+        split: Split; None for `train`, or the only one.
+        accepts: Returns whether a file is data, by its name; for files that no list has.
+
+    Raises:
+        UsageError: The dataset has no such configuration or split, or no default.
+    """
+    ordered = sorted(names)
+    configs = _listed_configs(metadata, ordered, accepts) or _converted_configs(ordered)
+    if not configs:
+        configs = {DEFAULT_CONFIG: _splits_by_name([name for name in ordered if _is_visible_data(name, accepts)])}
+    default_config = next((item["config_name"] for item in _tables(metadata) if item.get("default")), DEFAULT_CONFIG)
+    splits = _choose(dataset, "configuration", "config", configs, config, default_config)
+    return list(_choose(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
+
+
+def _choose(dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted: str | None, default: str) -> Any:
+    """Return the requested item, the only one, or the default."""
+    items = {name: item for name, item in items.items() if item}
+    if wanted is None and len(items) == 1:
+        return next(iter(items.values()))
+    name = default if wanted is None else wanted
+    if name in items:
+        return items[name]
+    what = f"{dataset} has no {noun} `{name}`" if wanted else f"{dataset} has several {noun}s"
+    what = what if items else f"no data in {dataset}"
+    hint = f'`data.{key} = "{next(iter(items))}"`' if items else "name its files: `hf://datasets/OWNER/NAME/FILE`"
+    raise usage_error(what, f"its {noun}s: {', '.join(items) or 'none'}", hint)
+
+
+def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the configurations in a README."""
+    tables = metadata.get("configs")
+    return [item for item in tables if isinstance(item, dict) and item.get("config_name")] if tables else []
+
+
+def _listed_configs(
+    metadata: Mapping[str, Any], names: Sequence[str], accepts: Callable[[str], bool]
+) -> dict[str, Splits]:
+    """Return the files of the configurations in a README, by name and split."""
+    configs: dict[str, Splits] = {}
+    for item in _tables(metadata):
+        folder = str(item.get("data_dir") or "").strip("/")
+        inside = [name for name in names if name.startswith(f"{folder}/")] if folder else names
+        if item.get("data_files"):
+            configs[str(item["config_name"])] = _listed_splits(item["data_files"], inside, folder)
+        else:
+            data = [name for name in inside if _is_visible_data(name, accepts)]
+            configs[str(item["config_name"])] = _splits_by_name(data)
+    return configs
+
+
+def _listed_splits(data_files: Any, names: Sequence[str], folder: str) -> Splits:
+    """Return the files of a `data_files` entry: patterns, or tables with a split and its patterns."""
+    entries = data_files if isinstance(data_files, list) else [data_files]
+    splits: dict[str, list[str]] = {}
+    for entry in entries:
+        is_table = isinstance(entry, dict)
+        split, patterns = (entry.get("split"), entry.get("path")) if is_table else (DEFAULT_SPLIT, entry)
+        files = splits.setdefault(str(split), [])
+        for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            path = f"{folder}/{pattern}" if folder else str(pattern)
+            files += [name for name in names if matches(name, path) and name not in files]
+    return splits
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether the path of a file, or of a folder above it, matches a glob; only `**` spans folders."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.strip("/"))
+    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    regex = "".join(wildcards.get(part) or re.escape(part) for part in parts)
+    return re.fullmatch(f"{regex}(?:/.*)?", name) is not None
+
+
+def _converted_configs(names: Sequence[str]) -> dict[str, Splits]:
+    """Return the files of a branch that the hub converted to Parquet; empty for other branches."""
+    found = [(name, match) for name in names if (match := CONVERTED.fullmatch(name))]
+    configs: dict[str, dict[str, list[str]]] = {}
+    for name, match in found:
+        configs.setdefault(match["config"], {}).setdefault(match["split"], []).append(name)
+    return {**configs} if len(found) == sum(name.endswith(".parquet") for name in names) else {}
+
+
+def _is_visible_data(name: str, accepts: Callable[[str], bool]) -> bool:
+    return accepts(name) and not any(part.startswith(".") for part in name.split("/"))
+
+
+def _splits_by_name(names: Sequence[str]) -> Splits:
+    """Return files by the split that their names tell; all are of `train` if none tells one."""
+    shards = [(name, match["split"]) for name in names if (match := SHARD.search(name))]
+    splits: dict[str, list[str]] = {}
+    for name, split in shards or [(name, _split_word(name)) for name in names]:
+        if split:
+            splits.setdefault(split, []).append(name)
+    return splits or ({DEFAULT_SPLIT: names} if names else {})
+
+
+def _split_word(name: str) -> str:
+    return next((split for split, word in SPLIT_WORDS.items() if word.search(name)), "")

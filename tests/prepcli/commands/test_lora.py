@@ -1,0 +1,151 @@
+"""`prep train` with adapters: what is trained, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from prepcli.cli.main import main
+from prepcli.errors import FAILED, OK, STOPPED, USAGE
+from prepcli.formats.manifest import read_manifest
+from prepcli.restore.item_reader import open_reader
+from tests.helpers.training_folder import make_training_folder
+
+LORA = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.v", "mlp.*"]\n'
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make_training_folder()
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text() + LORA)
+    return tmp_path
+
+
+def read_leaves(path: Path) -> dict[str, np.ndarray]:
+    """Read all leaves of a step."""
+    leaves: dict[str, np.ndarray] = {}
+    with open_reader(path) as reader:
+        for name, spec in reader.leaves.items():
+            leaves[name] = np.empty(spec.shape, spec.dtype)
+            reader.read(name, {tuple((0, extent) for extent in spec.shape): leaves[name]})
+    return leaves
+
+
+def test_lora_run_saves_adapters_alone(work_dir: Path):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    leaves = read_leaves(Path("runs/recipe/3"))
+    params = {name for name in leaves if name.startswith("params.")}
+    projections = ("attn.q", "attn.v", "mlp.gate", "mlp.up", "mlp.down")
+    assert params == {f"params.layers.{name}.lora_{matrix}" for name in projections for matrix in "ab"}
+    moments = {name.replace("params.", f"opt_state.adam.{moment}.") for name in params for moment in ("mu", "nu")}
+    assert {name for name in leaves if name.startswith("opt_state.")} == moments | {"opt_state.adam.count"}
+    assert all(leaves[name].any() for name in params)
+
+
+def test_stopped_lora_run_resumes_exactly(work_dir: Path):
+    assert main(["train", "recipe.toml", "--out", "whole", "-q"]) == OK
+    assert main(["train", "recipe.toml", "--out", "parts", "--stop-after", "5", "-q"]) == STOPPED
+    assert main(["train", "recipe.toml", "--out", "parts", "--set", "mesh=1,2,4", "-q"]) == OK
+    whole, parts = (read_leaves(Path(run) / "12") for run in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+def test_manifest_of_lora_step_names_the_base(work_dir: Path):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    manifest = read_manifest(Path("runs/recipe/3"))
+    assert manifest is not None
+    targets = ["attn.q", "attn.v", "mlp.*"]
+    assert manifest["lora"] == {"rank": 4, "alpha": 8.0, "targets": targets, "use_rslora": False}
+    assert manifest["base"]["name"] == "tiny-init"
+    assert len(manifest["base"]["digest"]) == 16
+
+
+def test_resume_on_another_base_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "3", "-q"]) == STOPPED
+    shutil.copytree("tiny", "other")
+    path = next(Path("other").glob("*.safetensors"))
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0] += 1
+    save_file(tensors, path)
+    assert main(["train", "recipe.toml", "--set", "model.path=other", "-q"]) == FAILED
+    assert "other differs from the checkpoint that the run began with" in capsys.readouterr().err
+
+
+def test_changed_adapter_settings_stop_a_resume(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--stop-after", "3", "-q"]) == STOPPED
+    for key in ("lora.rank=8", "lora.rank=0"):
+        words = ["--set", key] + (["--set", "lora.targets=['attn.q', 'attn.v']"] if key.endswith("0") else [])
+        assert main(["train", "recipe.toml", *words, "-q"]) == FAILED
+        assert f"lora.rank: 4 -> {key[-1]}" in capsys.readouterr().err
+
+
+def test_exported_adapter_starts_another_run(work_dir: Path):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "--out", "second", "-q"]) == OK
+    first, second = (read_manifest(Path(run) / "3") or {} for run in ("runs/recipe", "second"))
+    assert second["lora"] == first["lora"] | {"targets": second["lora"]["targets"]}
+    assert second["tensors"].keys() == first["tensors"].keys()
+    assert second["tensors"] != first["tensors"]
+
+
+def test_steps_of_adapters_are_no_complete_models(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    for words in (["generate", "runs/recipe", "--tokens", "1,2"], ["export", "runs/recipe", "--layout", "easylm"]):
+        assert main([*words, "-q"]) == USAGE
+        assert "only adapters" in capsys.readouterr().err
+    words = ["train", "recipe.toml", "--set", "model.path=runs/recipe", "--out", "second", "-q"]
+    assert main(words) == USAGE
+    assert "`model.path` is not a complete model" in capsys.readouterr().err
+
+
+def test_resharded_adapters_keep_their_values(work_dir: Path):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    assert main(["reshard", "runs/recipe", "--mesh", "1,1,8", "--rule", "kv_heads=none", "--out", "wide", "-q"]) == OK
+    before, after = read_leaves(Path("runs/recipe/3")), read_leaves(Path("wide"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora.path=x"], "`lora.rank` is 4"),
+        (["lora.rank=0"], "there are no adapters: `lora.rank` is 0"),
+        (["lora.targets=['attn.z']"], "`lora.targets` has 'attn.z'"),
+    ],
+)
+def test_invalid_adapter_settings_are_errors(
+    work_dir: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    options = [word for value in words for word in ("--set", value)]
+    assert main(["train", "recipe.toml", *options, "-q"]) == USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_counts_the_state_of_adapters_alone(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--set", "lora.rank=1", "--dry-run", "--json"]) == OK
+    lora = json.loads(capsys.readouterr().out)["memory"]
+    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    assert main(["train", "recipe.toml", *options, "--dry-run", "--json"]) == OK
+    full = json.loads(capsys.readouterr().out)["memory"]
+    assert lora["moments"] < full["moments"] / 4
+    assert lora["gradients"] < full["gradients"] / 4
+
+
+def test_run_of_all_parameters_does_not_go_on_with_adapters(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    options = ["--set", "lora.rank=0", "--set", "lora.targets=['attn.q', 'attn.v']"]
+    assert main(["train", "recipe.toml", *options, "--stop-after", "3", "-q"]) == STOPPED
+    assert main(["train", "recipe.toml", "-q"]) == FAILED
+    assert "runs/recipe began without adapters" in capsys.readouterr().err

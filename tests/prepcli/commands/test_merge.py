@@ -1,0 +1,153 @@
+"""`prep merge`: every value is base + scale * B A, rounded once, and all other tensors keep their bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.engine.fills import numpy_dtype
+from prepcli.errors import FAILED, OK, USAGE
+from prepcli.formats.manifest import read_manifest
+from tests.helpers.adapters import ALPHA, PREFIX, RANK, make_adapter
+from tests.helpers.tiny_checkpoints import GPT2, LLAMA, make_checkpoint, read_tensors, same_bits
+
+LLAMA_TARGETS = [
+    f"model.layers.{number}.{name}" for number in range(3) for name in ("self_attn.q_proj", "mlp.down_proj")
+]
+GPT2_TARGETS = [f"transformer.h.{number}.{name}" for number in range(3) for name in ("attn.c_attn", "mlp.c_proj")]
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def product(adapter: Mapping[str, np.ndarray], module: str, scale: float = ALPHA / RANK) -> np.ndarray:
+    """Compute scale * B A in float32, summed in the order of the rank."""
+    a, b = (adapter[f"{PREFIX}{module}.lora_{matrix}.weight"] for matrix in "AB")
+    total = np.zeros((len(b), a.shape[1]), np.float32)
+    for number in range(len(a)):
+        total += np.outer(b[:, number], a[number])
+    return total * np.float32(scale)
+
+
+def llama_adapter(folder: str = "adapter", **settings: Any) -> dict[str, np.ndarray]:
+    """Write an adapter of the tiny LLaMA."""
+    shapes = {name: (32, 48 if name.endswith("down_proj") else 32) for name in LLAMA_TARGETS}
+    return make_adapter(Path(folder), shapes, **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_merge_adds_the_product_and_rounds_once(dtype: str):
+    make_checkpoint(Path("base"), LLAMA, dtype=dtype)
+    adapter = llama_adapter()
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
+    assert base.keys() == merged.keys()
+    for name, values in base.items():
+        module = name.removesuffix(".weight")
+        if module in LLAMA_TARGETS:
+            expected = (values.astype(np.float32) + product(adapter, module)).astype(numpy_dtype(dtype))
+            assert same_bits(merged[name], expected)
+        else:
+            assert same_bits(merged[name], values)
+
+
+def test_merge_transposes_the_product_for_conv1d():
+    make_checkpoint(Path("base"), GPT2)
+    adapter = make_adapter(
+        Path("adapter"), {name: (96, 32) if name.endswith("c_attn") else (32, 128) for name in GPT2_TARGETS}
+    )
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    base, merged = read_tensors(Path("base")), read_tensors(Path("merged"))
+    assert sum(same_bits(merged[name], values) for name, values in base.items()) == len(base) - len(GPT2_TARGETS)
+    for name, values in base.items():
+        module = name if name.startswith("transformer.") else f"transformer.{name}"
+        if (module := module.removesuffix(".weight")) in GPT2_TARGETS:
+            assert same_bits(merged[name], values + product(adapter, module).T)
+
+
+def test_merge_of_an_init_equals_that_of_its_model():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert main(["save-init", "base", "--mesh", "1,2,4", "--pad-vocab", "8", "--out", "init", "-q"]) == OK
+    for base in ("base", "init"):
+        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
+    whole, padded = read_tensors(Path("merged-base")), read_tensors(Path("merged-init"))
+    assert whole.keys() == padded.keys()
+    assert all(same_bits(whole[name], padded[name][: len(whole[name])]) for name in whole)
+
+
+def test_merge_records_the_adapter_and_counts_changes(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(use_rslora=True)
+    assert main(["merge", "adapter", "base", "--out", "merged", "--json"]) == OK
+    result = json.loads(capsys.readouterr().out)
+    num_values = 3 * (32 * 32 + 32 * 48)
+    manifest = read_manifest(Path("merged"))
+    assert manifest is not None
+    assert manifest["merged"] == {"adapter": "adapter", "scaling": ALPHA / RANK**0.5, "tensors": 6}
+    (entry,) = manifest["casts"]
+    assert (entry["update"], entry["tensors"], entry["values"]) == ("low-rank", 6, num_values)
+    assert 0 < entry["changed"] <= num_values
+    assert result["accounting"]["changed_values"] == entry["changed"]
+
+
+def test_second_merge_of_another_adapter_is_another_request():
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == OK
+    assert prep.merge("adapter", "base", "merged").already_done
+    settings = Path("adapter/adapter_config.json")
+    settings.write_text(settings.read_text().replace(str(ALPHA), "9"))
+    with pytest.raises(prep.OutputExistsError):
+        prep.merge("adapter", "base", "merged")
+    assert not prep.merge("adapter", "base", "merged", overwrite=True).already_done
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"r": "16"}, "r is '16', not a positive number"),
+    ],
+)
+def test_merge_rejects_other_adapters(settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(**settings)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert message in capsys.readouterr().err
+    assert not Path("merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"model.layers.0.self_attn.q_proj": (32, 48)}, "the adapter has B [32, 3] times A [3, 48]"),
+        ({"model.layers.9.self_attn.q_proj": (32, 32)}, "the base has no tensor layers.9.self_attn.q_proj.weight"),
+    ],
+)
+def test_merge_rejects_adapters_of_other_models(
+    shapes: dict[str, tuple[int, int]], message: str, capsys: pytest.CaptureFixture[str]
+):
+    make_checkpoint(Path("base"), LLAMA)
+    make_adapter(Path("adapter"), shapes)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    assert message in capsys.readouterr().err
+
+
+def test_merge_rejects_a_folder_without_an_adapter(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    assert main(["merge", "base", "base", "--out", "merged", "-q"]) == USAGE
+    assert "base is not an adapter" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""Data files of buckets and of the hub, on loopback servers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prepcli.commands.train_data import DataFinder
+from prepcli.errors import PrepError
+from prepcli.sources.folders import Access
+from tests.helpers.corpus import make_config, tokenize_quietly
+from tests.helpers.data_formats import write_arrow_files, write_json_files
+from tests.helpers.fork_server import run_python
+from tests.helpers.hub_server import FakeRepo, serve_hub
+from tests.helpers.object_server import FakeObjectStore, serve_objects
+from trainer.data.files import DataFile
+from trainer.data.remote_files import WHOLE
+from trainer.data.store import read_meta
+
+ROWS = [{"id": str(i), "text": f"the cat {i} sat on the mat"} for i in range(40)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+OBJECTS = {
+    "bucket/data/b.jsonl": LINES,
+    "bucket/data/a.jsonl.gz": gzip.compress(LINES),
+    "bucket/data/.hidden.jsonl": LINES,
+    "bucket/data/notes.md": b"no data",
+    "bucket/data/deep/c.jsonl": LINES,
+    "bucket/empty.jsonl": b"",
+}
+FINDER = DataFinder(Access(), note=lambda text: None)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjectStore]:
+    with serve_objects(OBJECTS) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+        yield store
+
+
+def find(url: str) -> list[str]:
+    return [str(file.path) for file in FINDER.find(url, lambda name: ".jsonl" in name, WHOLE)]
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_urls_name_files_folders_and_globs(scheme: str):
+    folder = f"{scheme}://bucket/data"
+    assert find(f"{folder}/notes.md") == [f"{folder}/notes.md"]
+    assert find(folder) == [f"{folder}/{name}" for name in ("a.jsonl.gz", "b.jsonl", "deep/c.jsonl")]
+    assert find(f"{folder}/*.jsonl") == [f"{folder}/b.jsonl"]
+    assert find(f"{scheme}://bucket/**/c*") == [f"{folder}/deep/c.jsonl"]
+
+
+@pytest.mark.usefixtures("store")
+def test_url_without_data_fails():
+    for url in ("s3://bucket/none", "s3://bucket/data/*.csv"):
+        with pytest.raises(PrepError, match="no data in"):
+            find(url)
+    with pytest.raises(PrepError, match=r"s3://bucket/empty.jsonl is empty"):
+        find("s3://bucket/empty.jsonl")
+    with pytest.raises(PrepError, match="is an invalid URL"):
+        find("hf://owner/name")
+
+
+def test_bucket_gives_the_tokens_of_local_files(store: FakeObjectStore, tmp_path: Path):
+    pytest.importorskip("pyarrow")
+    local = [*write_json_files(tmp_path, ROWS)[:3], *write_arrow_files(tmp_path, ROWS)]
+    for path in local:
+        store.objects[f"bucket/all/{path.name}"] = path.read_bytes()
+    digests: list[object] = []
+    for path in local:
+        config = make_config(tmp_path, path, type="auto", fields="text", cache=tmp_path / f"cache-{path.name}")
+        for paths in (config.paths, (f"s3://bucket/all/{path.name}",)):
+            tokens = tokenize_quietly(replace(config, paths=paths, remote=FINDER))
+            digests.append(read_meta(config.cache / tokens.identity).digests)
+    assert digests == [digests[0]] * len(digests)
+
+
+def test_object_that_changes_is_an_error(store: FakeObjectStore):
+    (file,) = FINDER.find("s3://bucket/data/b.jsonl", lambda name: True, WHOLE)
+    store.objects["bucket/data/b.jsonl"] = LINES.replace(b"cat", b"hat")
+    with pytest.raises(PrepError, match="changed while it was read"), file.open() as stream:
+        stream.read()
+
+
+def test_identity_has_the_version_of_an_object(store: FakeObjectStore):
+    def digest() -> DataFile:
+        return FINDER.find("s3://bucket/data/b.jsonl", lambda name: True, WHOLE)[0]
+
+    before = digest()
+    assert digest() == before
+    store.objects["bucket/data/b.jsonl"] = LINES.replace(b"cat", b"hat")
+    assert digest().digest != before.digest
+
+
+README = b"---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: x/*.jsonl\n---\n"
+REPO = FakeRepo({"README.md": README, "x/a.jsonl": LINES, "x/b.jsonl": LINES, "y/c.jsonl": LINES})
+SCRIPT = """
+import json, sys
+from prepcli.commands.train_data import DataFinder
+from prepcli.errors import PrepError
+from prepcli.sources.folders import Access
+from trainer.data.remote_files import Selection
+finder = DataFinder(Access(offline="--offline" in sys.argv), note=lambda text: None)
+answer = []
+for url, config, split in json.loads(sys.argv[1]):
+    try:
+        files = finder.find(url, lambda name: name.endswith(".jsonl"), Selection(config, split))
+        for file in files:
+            with file.open() as stream:
+                answer.append([str(file.path), file.nbytes, file.digest, len(stream.read())])
+    except PrepError as error:
+        answer.append(str(error))
+print(json.dumps(answer))
+"""
+
+
+def test_hub_dataset_is_read_through_the_cache(tmp_path: Path):
+    requests = [["hf://datasets/o/n", "main", "train"], ["hf://datasets/o/n/y/*.jsonl", None, None]]
+    requests += [["hf://datasets/o/n", "main", "test"], ["hf://datasets/o/none", None, None]]
+    with serve_hub({"o/n": REPO}) as hub:
+        environment = {**os.environ, **hub.environment(tmp_path)}
+        answers = json.loads(run_python(SCRIPT, json.dumps(requests), env=environment).stdout)
+        n_requests = len(hub.requests)
+        offline = json.loads(run_python(SCRIPT, json.dumps(requests[:2]), "--offline", env=environment).stdout)
+        assert len(hub.requests) == n_requests
+    *files, no_split, no_dataset = answers
+    names = ("x/a.jsonl", "x/b.jsonl", "y/c.jsonl")
+    assert [file[0] for file in files] == [f"hf://datasets/o/n/{name}" for name in names]
+    assert all(nbytes == read_nbytes == len(LINES) for _, nbytes, _, read_nbytes in files)
+    assert len({digest for _, _, digest, _ in files}) == 1
+    assert no_split.startswith("o/n has no split `test` - its splits: train")
+    assert no_dataset.startswith("cannot read o/none - HTTP 404 from the hub: there is no such dataset")
+    assert offline == files

@@ -1,0 +1,81 @@
+"""Files of token ids: documents end at end-of-sequence tokens, and ids out of range are errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.corpus import EOS, make_config, tokenize_quietly
+from trainer.data.readers import ids_file
+from trainer.data.store import MappedTokens
+from trainer.models.errors import PrepError
+
+IDS = [5, 6, EOS, 7, EOS, EOS, 8, 9]
+
+
+def read_tokens(path: Path, **changes: Any) -> MappedTokens:
+    return tokenize_quietly(make_config(path.parent, path, type="ids", seq_length=1, **changes))
+
+
+@pytest.fixture(params=[2, 1 << 20], ids=["small chunks", "one chunk"])
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids_file, "READ_NBYTES", request.param)
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_documents_end_at_end_of_sequence_tokens(tmp_path: Path):
+    np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
+    tokens = read_tokens(tmp_path / "a.bin")
+    assert tokens.ids.tolist() == IDS
+    assert tokens.ends.tolist() == [3, 5, 6, 8]
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32", "int64"])
+def test_bin_file_has_the_dtype_of_the_recipe(tmp_path: Path, dtype: str):
+    np.array(IDS, dtype).tofile(tmp_path / "a.bin")
+    assert read_tokens(tmp_path / "a.bin", ids_dtype=dtype).ids.tolist() == IDS
+
+
+def test_rows_of_an_array_are_documents(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.array([[1, 2, 3], [4, EOS, 5]], np.int32))
+    tokens = read_tokens(tmp_path / "a.npy")
+    assert (tokens.ids.tolist(), tokens.ends.tolist()) == ([1, 2, 3, 4, EOS, 5], [3, 5, 6])
+
+
+def test_large_ids_are_stored_unchanged(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.array([70_000, 1]))
+    assert read_tokens(tmp_path / "a.npy", vocab=80_000).ids.tolist() == [70_000, 1]
+
+
+@pytest.mark.parametrize("bad", [-1, 300])
+def test_id_out_of_range_is_named_with_its_position(tmp_path: Path, bad: int):
+    np.save(tmp_path / "a.npy", np.array([1, 2, bad]))
+    with pytest.raises(PrepError, match=rf"a.npy, token 2: the id {bad} is out of range - .* has 300 tokens"):
+        read_tokens(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((1, 1, 1), int), np.asfortranarray(np.zeros((2, 2), int))])
+def test_array_without_ids_fails(tmp_path: Path, array: np.ndarray):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(PrepError, match=r"a.npy has no token ids"):
+        read_tokens(tmp_path / "a.npy")
+
+
+def test_file_with_a_part_of_an_id_fails(tmp_path: Path):
+    (tmp_path / "a.bin").write_bytes(b"123")
+    with pytest.raises(PrepError, match=r"a.bin has a part of an id - it has 3 bytes, an id of uint16 has 2"):
+        read_tokens(tmp_path / "a.bin")
+
+
+def test_array_that_is_cut_short_fails(tmp_path: Path):
+    np.save(tmp_path / "a.npy", np.arange(9))
+    data = (tmp_path / "a.npy").read_bytes()
+    (tmp_path / "a.npy").write_bytes(data[:-8])
+    with pytest.raises(PrepError, match=r"a.npy is cut short"):
+        read_tokens(tmp_path / "a.npy")
+    (tmp_path / "a.npy").write_bytes(b"no array")
+    with pytest.raises(PrepError, match=r"a.npy is not a NumPy array"):
+        read_tokens(tmp_path / "a.npy")

@@ -1,0 +1,121 @@
+"""Tests of models on packed documents: loss, gradients and logits are those of each document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prepcli.testing.tiny_transformers import (
+    TinyTransformer,
+    loss_and_gradients,
+    random_tensors,
+    relative_error,
+    tiny_transformer,
+)
+from tests.helpers.slow_cases import slow_except
+from tests.helpers.tiny_configs import GOLDEN
+from trainer.data.packed_documents import document_dataset
+from trainer.data.store import MappedTokens
+from trainer.distributed.sharding import make_sharding_context
+from trainer.distributed.token_order import token_order
+from trainer.models.dropout_config import DropoutConfig
+from trainer.models.mesh import parse_mesh
+from trainer.models.param_tree import Tree
+from trainer.nn import transformer
+from trainer.nn.attention_mask import Segments
+from trainer.nn.dropout import Stack, step_dropout
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.model_spec import ForwardConfig
+
+LENGTHS, SEQ_LENGTH = (5, 12, 3, 9, 1, 16, 7), 16
+KERNELS = {"reference": AttentionOptions(), "blockwise": AttentionOptions("blockwise", 4, 8)}
+CONFIGS: dict[str, dict[str, Any]] = {  # vocabularies and heads that mp divides
+    "llama": GOLDEN["llama"] | {"vocab_size": 32},
+    "gpt_neo": GOLDEN["gpt_neo"] | {"vocab_size": 32},
+    "opt": GOLDEN["opt"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "gemma3_text": GOLDEN["gemma3_text"] | {"vocab_size": 32, "num_attention_heads": 4},
+    "mixtral": GOLDEN["mixtral"] | {"vocab_size": 32, "num_attention_heads": 4},
+}
+
+
+def make_batch(packing: str, vocab: int = 29) -> dict[str, np.ndarray]:
+    """Return all documents in rows of a packing."""
+    ids = np.random.default_rng(1).integers(0, vocab, sum(LENGTHS)).astype("<u2")
+    ends = np.cumsum(LENGTHS).astype("<u8")
+    dataset = document_dataset(MappedTokens(ids, ends, "x", SEQ_LENGTH), packing)
+    return dataset.get_batch(range(dataset.n_rows))
+
+
+def make_model(config: dict[str, Any]) -> tuple[TinyTransformer, Tree]:
+    """Return a tiny model with random parameters."""
+    tiny = tiny_transformer(config)
+    return tiny, tiny.params_from_tensors(random_tensors(config))
+
+
+CASES = [(name, kernel) for name in CONFIGS for kernel in KERNELS]
+
+
+@pytest.mark.parametrize(("name", "kernel"), slow_except(CASES, [("llama", "blockwise"), ("gpt_neo", "reference")]))
+def test_loss_and_gradients_match_padded_documents(name: str, kernel: str):
+    tiny, params = make_model(CONFIGS[name])
+    forward_config = ForwardConfig(attention_options=KERNELS[kernel])
+    packed, padded = make_batch("documents"), make_batch("none")
+    assert len(packed["tokens"]) < len(padded["tokens"])
+    loss, gradients = loss_and_gradients(tiny.model, params, packed, forward_config)
+    expected_loss, expected = loss_and_gradients(tiny.model, params, padded, forward_config)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected))))) < 1e-5
+
+
+@pytest.mark.parametrize("name", slow_except(CONFIGS, ["llama"]))
+def test_loss_and_gradients_of_split_tokens_match_one_device(name: str):
+    tiny, params = make_model(CONFIGS[name])
+    sharding = make_sharding_context(parse_mesh("fsdp:2,mp:2,sp:2"))
+    batch = make_batch("documents")
+    ordered = {n: array[:, token_order(SEQ_LENGTH, sharding)] for n, array in batch.items()}
+    forward_config = ForwardConfig(sharding=sharding, attention_options=KERNELS["blockwise"])
+    loss, gradients = loss_and_gradients(tiny.model, params, ordered, forward_config)
+    expected_loss, expected = loss_and_gradients(tiny.model, params, batch, ForwardConfig())
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, *jax.device_get((gradients, expected))))) < 1e-5
+
+
+@pytest.mark.parametrize("name", slow_except(["llama", "gpt_neo", "opt"], ["llama", "opt"]))
+def test_logits_match_transformers_on_each_document(name: str):
+    pytest.importorskip("transformers")
+    from prepcli.testing.torch_transformers import torch_logits, torch_model
+
+    config = GOLDEN[name]
+    tiny, params = make_model(config)
+    packed, padded = (
+        {n: jnp.asarray(array) for n, array in make_batch(packing).items()} for packing in ("documents", "none")
+    )
+    forward_config = ForwardConfig(attention_options=KERNELS["blockwise"])
+    segments = Segments(packed["segment_ids"], packed["positions"])
+    x = transformer.hidden_states(params, packed["tokens"], tiny.model, forward_config, segments=segments)
+    logits = np.asarray(transformer.logits_from_hidden(params, x, tiny.model, forward_config))
+    expected = torch_logits(torch_model(config, random_tensors(config)), jax.device_get(padded), LENGTHS)
+    found = 0
+    for row, ids in enumerate(np.asarray(packed["segment_ids"])):
+        for segment in range(1, ids.max() + 1):
+            document = np.asarray(packed["tokens"])[row, ids == segment]
+            (number,) = [i for i, n in enumerate(LENGTHS) if padded["tokens"][i, :n].tolist() == document.tolist()]
+            assert abs(logits[row, ids == segment] - expected[number, : LENGTHS[number]]).max() <= 2e-5
+            found += 1
+    assert found == len(LENGTHS)
+
+
+def test_forgetful_masking_keeps_the_first_key_of_each_document():
+    batch = make_batch("documents")
+    row_ids = jnp.arange(len(batch["tokens"]), dtype=jnp.uint32)
+    dropout = step_dropout(DropoutConfig(fcm_ratio=(0.9, 0.9)), seed=1, step=jnp.int32(0), row_ids=row_ids)
+    positions, segment_positions = jnp.arange(SEQ_LENGTH), jnp.asarray(batch["positions"])
+    visible = dropout.for_stack(Stack.DECODER).remembered_keys(positions, segment_positions)
+    assert visible is not None
+    is_first = batch["positions"] == 0
+    assert np.asarray(visible)[is_first].all()
+    assert np.asarray(visible)[~is_first].mean() < 0.4

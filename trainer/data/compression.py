@@ -1,0 +1,97 @@
+"""Decompress data files by suffix: `.gz` and `.zst`, also with several members or frames."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+
+import zstandard
+
+from trainer.data.files import FILE_READ_NBYTES
+from trainer.models.errors import PrepError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+COMPRESSED_READ_NBYTES = 64 << 10
+GZIP_FORMAT = 16 + zlib.MAX_WBITS  # of `zlib.decompressobj`
+
+
+class Decompressor(Protocol):
+    """Decompressor of one member of a file."""
+
+    @property
+    def eof(self) -> bool:
+        """Whether the end of the member was reached."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """Bytes after the end of the member."""
+        ...
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Return the bytes that the next compressed bytes stand for."""
+        ...
+
+
+DECOMPRESSORS: Mapping[str, Callable[[], Decompressor]] = {
+    ".gz": lambda: zlib.decompressobj(GZIP_FORMAT),
+    ".zst": lambda: cast(Decompressor, zstandard.ZstdDecompressor().decompressobj()),
+}
+
+
+def split_compression(name: str) -> tuple[str, str]:
+    """Return a file name without the suffix of its compression, and that suffix; empty if it has none."""
+    suffix = PurePath(name).suffix
+    return (name.removesuffix(suffix), suffix) if suffix in DECOMPRESSORS else (name, "")
+
+
+def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
+    """Return a buffered stream of the decompressed bytes of a stream.
+
+    Args:
+        stream: Compressed bytes.
+        name: Name of the file, for error messages.
+        suffix: Suffix of the compression.
+    """
+    blocks = _decompress(stream, name, DECOMPRESSORS[suffix])
+    return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), FILE_READ_NBYTES))
+
+
+def _decompress(stream: BinaryIO, name: str, make_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
+    decompressor = None
+    try:
+        while data := stream.read(COMPRESSED_READ_NBYTES):
+            while data:
+                decompressor = decompressor or make_decompressor()
+                yield decompressor.decompress(data)
+                data, decompressor = (decompressor.unused_data, None) if decompressor.eof else (b"", decompressor)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise PrepError(f"{name} cannot be decompressed", str(error), "get the file again") from error
+    if decompressor is not None:
+        raise PrepError(f"{name} cannot be decompressed", "its end is missing", "get the file again")
+
+
+class _BlockStream(io.RawIOBase):
+    """Stream of bytes that come in blocks."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), len(self._rest))
+        view[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count

@@ -1,0 +1,71 @@
+"""Files of token ids: `.npy` arrays, and `.bin` files of little-endian integers without a header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from trainer.data.files import DataFile
+from trainer.data.readers.reader import DEFAULT_OPTIONS, IdsChunk, Reader, ReadOptions, read_stream
+from trainer.models.errors import PrepError
+
+READ_NBYTES = 1 << 20  # of ids that are read at once
+MAX_DIMS = 2
+ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
+
+
+def _read_ids(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[IdsChunk]:
+    if str(file.path).endswith(".npy"):
+        return read_stream(file, lambda stream: _parse_npy(file, stream))
+    dtype = np.dtype(options.ids_dtype).newbyteorder("<")
+    return read_stream(file, lambda stream: _read_chunks(file, stream, dtype, n_ids=_count_ids(file, dtype)))
+
+
+def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
+    if file.nbytes % dtype.itemsize:
+        why = f"it has {file.nbytes:,} bytes, an id of {dtype.name} has {dtype.itemsize}"
+        raise PrepError(f"{file.path} has a part of an id", why, "`data.ids_dtype` sets the dtype")
+    return file.nbytes // dtype.itemsize
+
+
+def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
+    """Yield the ids of an array, row by row if it has two dimensions."""
+    shape, dtype = _read_npy_header(file, stream)
+    if len(shape) == 1:
+        yield from _read_chunks(file, stream, dtype, n_ids=shape[0])
+    else:
+        for row in range(shape[0]):
+            yield from _read_chunks(file, stream, dtype, n_ids=shape[1], first=row * shape[1])
+
+
+def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    formats = np.lib.format
+    try:
+        version = formats.read_magic(stream)
+        read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+        shape, is_fortran, dtype = read_header(stream)
+    except ValueError as error:
+        raise PrepError(f"{file.path} is not a NumPy array", str(error), ARRAY_HINT) from error
+    if dtype.kind not in "iu" or not 1 <= len(shape) <= MAX_DIMS or (is_fortran and len(shape) > 1):
+        order = " in Fortran order" if is_fortran else ""
+        raise PrepError(f"{file.path} has no token ids", f"it is {dtype.name} {list(shape)}{order}", ARRAY_HINT)
+    return shape, dtype
+
+
+def _read_chunks(
+    file: DataFile, stream: BinaryIO, dtype: np.dtype[Any], *, n_ids: int, first: int = 0
+) -> Iterator[IdsChunk]:
+    """Yield ids in chunks; the last one ends a document."""
+    chunk_ids = READ_NBYTES // dtype.itemsize
+    for start in range(0, n_ids, chunk_ids):
+        count = min(chunk_ids, n_ids - start)
+        data = stream.read(count * dtype.itemsize)
+        if len(data) < count * dtype.itemsize:
+            raise PrepError(f"{file.path} is cut short", f"its header has {n_ids:,} ids or more", "get the file again")
+        ids, ends_document = np.frombuffer(data, dtype), start + count == n_ids
+        yield IdsChunk(ids, str(file.path), first + start, nbytes=len(data), ends_document=ends_document)
+
+
+IDS_READER = Reader((".npy", ".bin"), _read_ids, has_ids=True)

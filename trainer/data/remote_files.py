@@ -1,0 +1,61 @@
+"""The interface of data files that are not on this machine; the caller of the trainer implements it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.data.files import DataFile
+from trainer.models.errors import usage_error
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a dataset to read.
+
+    Attributes:
+        config: Configuration of a dataset on the hub; None for its default.
+        split: Split of a dataset; None for `train`, or the only one.
+        revision: Revision of a dataset on the hub; None for `main`.
+    """
+
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+
+WHOLE = Selection()
+
+
+class RemoteFiles(Protocol):
+    """Finder of data files by URL."""
+
+    def find(self, url: str, accepts: Callable[[str], bool], selection: Selection) -> Sequence[DataFile]:
+        """List the data files of a URL, without reading them.
+
+        Args:
+            url: A file, a folder or a glob in an object store, or a dataset on the hub.
+            accepts: Returns whether a file of a folder is data, by its name.
+            selection: Part of a dataset on the hub.
+
+        Raises:
+            PrepError: There is no such file, or the store cannot be reached.
+        """
+        ...
+
+
+class NoRemoteFiles:
+    """RemoteFiles of a caller that reads only local files."""
+
+    def find(self, url: str, accepts: Callable[[str], bool], selection: Selection) -> Sequence[DataFile]:
+        """Raise UsageError: there are no remote files."""
+        raise usage_error(f"cannot read {url}", "only local files are read here", "a path")
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return URL.match(path) is not None

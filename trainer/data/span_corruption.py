@@ -1,0 +1,156 @@
+"""Span corruption for encoder-decoder models: random spans of each block of text move from the source to the target.
+
+A sentinel token takes the place of each span in the source, and comes before it in the target (T5, arXiv:1910.10683,
+section 3.1.4). The spans are a function of the seed, the epoch and the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.order import permute, round_keys
+from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows
+from trainer.data.seq2seq import seq2seq_columns
+from trainer.data.store import MappedTokens
+from trainer.data.tokenizer import TextTokenizer
+from trainer.models.errors import PrepError
+from trainer.recipe.span_corruption import SpanSizes
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialIds:
+    """The token ids that span corruption adds.
+
+    Attributes:
+        sentinels: Sentinel of the first span, of the second and so on, int32.
+        eos: Last token of each source and target.
+        decoder_start: First decoder input token.
+    """
+
+    sentinels: Int32Array
+    eos: int
+    decoder_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCorruptionDataset:
+    """Pairs of a source and a target, made of the blocks of a token store.
+
+    Attributes:
+        tokens: The token store; its `seq_length` is the length of a block.
+        sizes: Numbers of tokens of each block.
+        special_ids: The added ids.
+        source_length: Maximum length of a source.
+        seq_length: Maximum length of a target.
+        seed: Seed of the spans.
+        first_row: Index in the store of the first block.
+        n_rows: Number of blocks.
+    """
+
+    tokens: MappedTokens
+    sizes: SpanSizes
+    special_ids: SpecialIds
+    source_length: int
+    seq_length: int
+    seed: int
+    first_row: int
+    n_rows: int
+
+    @property
+    def columns(self) -> ColumnSpecs:
+        """Length and dtype of each array of a row, by name."""
+        return seq2seq_columns(self.source_length, self.seq_length)
+
+    def get_batch(self, rows: RowIndices, epochs: RowIndices | None = None) -> Arrays:
+        """Return a batch of pairs.
+
+        Args:
+            rows: Indices of B blocks; -1 for padding.
+            epochs: Epoch of each row, which chooses its spans; None for epoch 0.
+
+        Returns:
+            The columns of a `Seq2SeqDataset`.
+
+        Raises:
+            IndexError: A row is out of range.
+        """
+        indices = check_rows(rows, self.n_rows)
+        batch = {name: np.zeros((len(indices), length), dtype) for name, (length, dtype) in self.columns.items()}
+        for i, (row, epoch) in enumerate(zip(indices.tolist(), np.zeros_like(indices) if epochs is None else epochs)):
+            if row >= 0:
+                source, target = self._corrupt(self.first_row + row, int(epoch))
+                batch["source"][i, : len(source)] = source
+                batch["present"][i, : len(source)] = True
+                batch["tokens"][i, : len(target)] = [self.special_ids.decoder_start, *target[:-1]]
+                batch["targets"][i, : len(target)] = target
+                batch["weights"][i, : len(target)] = 1
+        return batch
+
+    def _corrupt(self, row: int, epoch: int) -> tuple[Int32Array, Int32Array]:
+        """Return the source and the target of a block of the store."""
+        low = row * self.sizes.block_length
+        block = self.tokens.ids[low : low + self.sizes.block_length].astype(np.int32)
+        is_noise = noise_mask(self.sizes, f"{self.seed} {epoch} {row}")
+        source, target = (replace_runs(block, where, self.special_ids.sentinels) for where in (is_noise, ~is_noise))
+        return np.append(source, np.int32(self.special_ids.eos)), np.append(target, np.int32(self.special_ids.eos))
+
+
+def noise_mask(sizes: SpanSizes, name: str) -> BoolArray:
+    """Return which tokens of a block are noise, bool [block_length]: spans after and between other tokens.
+
+    Spans and the runs between them have random lengths of at least 1, as in `random_spans_noise_mask` in
+    t5/data/preprocessors.py of google-research/text-to-text-transfer-transformer.
+
+    Args:
+        sizes: Numbers of tokens of the block.
+        name: Text that determines the lengths.
+    """
+    n_others = sizes.block_length - sizes.n_noise
+    lengths = [
+        _split_randomly(n_tokens, sizes.n_spans, f"{label} {name}")
+        for label, n_tokens in (("others", n_others), ("noise", sizes.n_noise))
+    ]
+    return np.repeat(np.tile([False, True], sizes.n_spans), np.stack(lengths, axis=1).reshape(-1))
+
+
+def _split_randomly(total: int, n_parts: int, name: str) -> npt.NDArray[np.int64]:
+    """Split `total` into `n_parts` positive integers; all splits have the same probability."""
+    cuts = 1 + np.sort(permute(np.arange(n_parts - 1), total - 1, round_keys(name)))
+    return np.diff(cuts, prepend=0, append=total)
+
+
+def replace_runs(ids: Int32Array, is_replaced: BoolArray, sentinels: Int32Array) -> Int32Array:
+    """Replace each run of marked tokens by a sentinel: the first run by the first sentinel, and so on."""
+    is_first = is_replaced & ~np.concatenate([[False], is_replaced[:-1]])
+    replaced = ids.copy()
+    replaced[is_first] = sentinels[: is_first.sum()]
+    return replaced[is_first | ~is_replaced]
+
+
+def sentinel_ids(tokenizer: TextTokenizer, n_spans: int, vocab: int) -> Int32Array:
+    """Return the ids of the sentinels `<extra_id_0>`, `<extra_id_1>` and so on of T5 tokenizers.
+
+    Args:
+        tokenizer: The tokenizer.
+        n_spans: Number of sentinels.
+        vocab: Vocabulary size of the model without padding.
+
+    Raises:
+        PrepError: The tokenizer lacks a sentinel, or one is not in the model's vocabulary.
+    """
+    ids: list[int] = []
+    for name in (f"<extra_id_{i}>" for i in range(n_spans)):
+        token_id = tokenizer.codec.token_id(name)
+        if token_id is None:
+            why = f"span corruption has {n_spans:,} spans per sequence, and a sentinel token for each"
+            hint = "a smaller `data.source_length`, or `--set data.tokenizer=PATH` with the tokenizer of a T5 model"
+            raise PrepError(f"{tokenizer.path} has no token {name}", why, hint)
+        tokenizer.check_in_vocab(token_id, vocab)
+        ids.append(token_id)
+    return np.array(ids, np.int32)

@@ -1,0 +1,261 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their leaves, and the names of their tensors in PEFT's files.
+
+An adapter adds scaling * B A to the weight of a projection. Both matrices are leaves beside the weight, `lora_a` and
+`lora_b`, with axis-map rows that tie them to the tensors of PEFT. The weight's row determines theirs:
+
+    layers heads head_dim embed     <- layers.{layers}.self_attn.q_proj.weight: (heads head_dim) embed
+    layers lora_rank embed          <- layers.{layers}.self_attn.q_proj.lora_A.weight: lora_rank embed
+    layers heads head_dim lora_rank <- layers.{layers}.self_attn.q_proj.lora_B.weight: (heads head_dim) lora_rank
+
+Projections that a checkpoint stores as one tensor, such as GPT-2's queries, keys and values, have one matrix A. No I/O,
+no jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.models.axis_map import LAYER_ATOMS, LAYERS
+from trainer.models.errors import PrepError, usage_error
+from trainer.models.param_tree import ParamLeaf, param_leaves
+from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, Parameter, active_parameters
+from trainer.models.registry import family_of
+from trainer.models.rows import atoms_in, split_dims, split_row
+
+RANK_ATOM = "lora_rank"
+LORA_A, LORA_B = "lora_a", "lora_b"  # last path parts of the leaves
+PEFT_PREFIX = "base_model.model."
+DEFAULT_TARGETS = ("attn.q", "attn.v")
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """The settings of adapters.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: Scale of the update before it is divided by the rank.
+        targets: Patterns of projections, such as `attn.q` or `mlp.*`.
+        use_rslora: Divide by the square root of the rank instead (arXiv:2312.03732).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+    use_rslora: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+
+def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
+    """Return the settings of adapters in a manifest; None if it has none.
+
+    Raises:
+        PrepError: They are invalid.
+    """
+    lora = manifest.get("lora")
+    if lora is None:
+        return None
+    try:
+        rank, alpha = int(lora["rank"]), float(lora["alpha"])
+        targets, use_rslora = tuple(map(str, lora["targets"])), bool(lora["use_rslora"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise PrepError("the manifest has invalid settings of adapters", f"`lora` is {lora!r:.60}") from error
+    if rank < 1:
+        raise PrepError("the manifest has invalid settings of adapters", f"rank is {rank}")
+    return LoraConfig(rank, alpha, targets=targets, use_rslora=use_rslora)
+
+
+def manifest_family(manifest: Mapping[str, Any]) -> Family:
+    """Return the family of a checkpoint's parameters: that of its model, or of its model's adapters."""
+    config, lora = manifest["config"], lora_from_manifest(manifest)
+    family = family_of(config)
+    return family if lora is None else lora_family(family, config, lora)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A projection that can have an adapter.
+
+    Attributes:
+        path: Path in the tree, such as `layers.attn.q`.
+        name: Path below the layers, such as `attn.q`.
+        module: Name of the PyTorch module with the layer atom in braces.
+        stack: Atom of the layers.
+        out_dim: Output dim of the weight in its tensor.
+        in_dim: Input dim of the weight in its tensor.
+        out_atoms: Output atoms of the leaf, in order.
+        in_atoms: Input atoms of the leaf, in order.
+        is_transposed: Whether the tensor is stored as [in, out].
+    """
+
+    path: str
+    name: str
+    module: str
+    stack: str
+    out_dim: str
+    in_dim: str
+    out_atoms: tuple[str, ...]
+    in_atoms: tuple[str, ...]
+    is_transposed: bool
+
+    @property
+    def row_a(self) -> str:
+        """Axis-map row of A."""
+        leaf = " ".join((self.stack, RANK_ATOM, *self.in_atoms))
+        return f"{leaf} <- {self.module}.lora_A.weight: {RANK_ATOM} {self.in_dim}"
+
+    @property
+    def row_b(self) -> str:
+        """Axis-map row of B."""
+        leaf = " ".join((self.stack, *self.out_atoms, RANK_ATOM))
+        return f"{leaf} <- {self.module}.lora_B.weight: {self.out_dim} {RANK_ATOM}"
+
+
+def projections(family: Family, config: HFConfig) -> Iterator[Projection]:
+    """Yield the projections of a model's layers that can have an adapter; projections of experts cannot."""
+    for path, parameter in active_parameters(family.parameters, config):
+        if projection := _projection(path, parameter):
+            yield projection
+
+
+def _projection(path: str, parameter: Parameter) -> Projection | None:
+    """Return the projection of a parameter; None if the parameter is not the matrix of one."""
+    leaf, tensor, dims = split_row(parameter.row)
+    stack, *atoms = leaf.split() or [""]
+    tensor_dims = split_dims(dims)
+    is_matrix = path.endswith(WEIGHT) and tensor.endswith(WEIGHT) and len(tensor_dims) == 2
+    is_embedding = not EMBEDDING_PATH_PARTS.isdisjoint(path.split("."))
+    if stack not in LAYER_ATOMS or not is_matrix or is_embedding or "experts" in atoms:
+        return None
+    out_dim = next(dim for dim in tensor_dims if atoms[0] in atoms_in(dim))
+    in_dim = tensor_dims[1 - tensor_dims.index(out_dim)]
+    return Projection(
+        path=path.removesuffix(WEIGHT),
+        name=path.removesuffix(WEIGHT).partition(f"{LAYERS}.")[2],
+        module=tensor.removesuffix(WEIGHT),
+        stack=stack,
+        out_dim=out_dim,
+        in_dim=in_dim,
+        out_atoms=tuple(atom for atom in atoms if atom in atoms_in(out_dim)),
+        in_atoms=tuple(atom for atom in atoms if atom in atoms_in(in_dim)),
+        is_transposed=tensor_dims.index(out_dim) == 1,
+    )
+
+
+def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> list[Projection]:
+    """Return the projections with an adapter: each that matches a pattern, and all that share its tensor.
+
+    Raises:
+        UsageError: A pattern matches no projection of the model.
+    """
+    every = list(projections(family, config))
+    for pattern in targets:
+        if not any(fnmatch.fnmatchcase(projection.name, pattern) for projection in every):
+            names = ", ".join(dict.fromkeys(projection.name for projection in every))
+            raise usage_error(f"`lora.targets` has {pattern!r}", f"{family.name} has the projections {names}")
+    matching = {p.module for p in every if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in targets)}
+    return [projection for projection in every if projection.module in matching]
+
+
+def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:
+    """Return a family whose parameters are the adapters of a model, and whose tensors have the names of PEFT."""
+    parameters: dict[str, Parameter] = {}
+    modules: set[str] = set()
+    for projection in select_targets(family, config, lora.targets):
+        if projection.module not in modules:
+            parameters[f"{projection.path}.{LORA_A}"] = Parameter(projection.row_a)
+        modules.add(projection.module)
+        parameters[f"{projection.path}.{LORA_B}"] = Parameter(projection.row_b)
+    return dataclasses.replace(
+        family,
+        prefix=PEFT_PREFIX + family.prefix,
+        unprefixed=(),
+        sizes=lambda config: family.sizes(config) | {RANK_ATOM: lora.rank},
+        parameters=parameters,
+        dropped={},
+        layouts={},
+        duplicates={},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a model.
+
+    Attributes:
+        config: Their settings.
+        leaves: Their leaves, by path.
+        shared: Path of each A that is another projection's -> the path of that leaf.
+    """
+
+    config: LoraConfig
+    leaves: Mapping[str, ParamLeaf]
+    shared: Mapping[str, str]
+
+
+def build_adapters(
+    family: Family, config: HFConfig, lora: LoraConfig, *, scan: bool = True, scan_axis: int = 0
+) -> Adapters:
+    """Return the adapters of a model.
+
+    Args:
+        family: Family of the model.
+        config: Content of its config.json.
+        lora: Settings of the adapters.
+        scan: Whether each leaf stacks all layers.
+        scan_axis: Axis of the stacked layers.
+
+    Raises:
+        UsageError: A target is unknown.
+    """
+    leaves = param_leaves(lora_family(family, config, lora), config, True, scan=scan, scan_axis=scan_axis)
+    owners: dict[str, Projection] = {}  # module -> the projection that has its A
+    shared: dict[str, str] = {}
+    for projection in select_targets(family, config, lora.targets):
+        owner = owners.setdefault(projection.module, projection)
+        for leaf in leaves.values() if owner != projection else ():
+            if _stacked_path(leaf) == f"{projection.path}.{LORA_B}":
+                layer = leaf.path.removesuffix(f"{projection.name}.{LORA_B}")
+                shared[f"{layer}{projection.name}.{LORA_A}"] = f"{layer}{owner.name}.{LORA_A}"
+    return Adapters(lora, leaves, shared)
+
+
+def _stacked_path(leaf: ParamLeaf) -> str:
+    """Return the path that the leaf has if layers are stacked."""
+    return re.sub(r"\{\w+\}\.", "", leaf.path_pattern)
+
+
+def module_suffixes(family: Family, config: HFConfig, lora: LoraConfig) -> list[str]:
+    """Return the shortest ends of module names that select only the adapted modules, as PEFT matches them."""
+    adapted = {_module_pattern(p.module) for p in select_targets(family, config, lora.targets)}
+    others = {_module_pattern(name) for name in _module_names(family, config)} - adapted
+    return sorted({_shortest_suffix(module, others) for module in adapted})
+
+
+def _module_names(family: Family, config: HFConfig) -> Iterator[str]:
+    for _, parameter in active_parameters(family.parameters, config):
+        yield split_row(parameter.row)[1].removesuffix(WEIGHT)
+
+
+def _module_pattern(module: str) -> str:
+    """Return a module's name without the numbers of layers and experts."""
+    return ".".join(part for part in module.split(".") if not part.startswith("{"))
+
+
+def _shortest_suffix(module: str, others: Collection[str]) -> str:
+    parts = module.split(".")
+    suffixes = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next(
+        (suffix for suffix in suffixes if not any(f".{other}".endswith(f".{suffix}") for other in others)), module
+    )

@@ -1,0 +1,137 @@
+"""The tables `[[data.sources]]` of a recipe: datasets that are mixed by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from trainer.models.errors import PrepError, usage_error
+from trainer.recipe.data_table import Data
+from trainer.recipe.formatting import describe_type, example_value, format_value, suggest
+from trainer.recipe.key_types import STRICT, NonNegativeInt, Paths, PositiveFloat, if_absent
+from trainer.recipe.text_fields import DEFAULT_FIELDS, FORMAT_FIELDS, DataFormat, DataType, IdsDtype
+
+SOURCES_KEY = "data.sources"
+EVAL_KEYS = ("eval_path", "eval_split")
+SOURCE_PATHS = ("path", "eval_path")  # keys whose `~` and `${NAME}` are expanded
+
+
+class DataSource(BaseModel):
+    """A dataset of a mixture. Keys that it does not have are those of `[data]`."""
+
+    model_config = STRICT
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", description="name in messages and metrics", examples=["wiki"]
+    )
+    path: Paths = Field(description="as `data.path`", examples=["wiki/*.jsonl"])
+    weight: PositiveFloat | None = Field(
+        default=None,
+        description="share of the sequences, relative to the other sources; all sources have one, or none",
+        examples=[3],
+        json_schema_extra=if_absent("all sequences of all sources are shuffled together"),
+    )
+    eval_path: Paths | None = Field(
+        default=None,
+        description="as `data.eval_path`",
+        examples=["wiki-validation.jsonl"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
+    eval_split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.eval_split`",
+        examples=["validation"],
+        json_schema_extra=if_absent("the sequences of `holdout`"),
+    )
+    type: DataType | None = Field(default=None, description="as `data.type`", examples=["json"])
+    format: DataFormat | None = Field(default=None, description="as `data.format`", examples=["chat"])
+    fields: str | None = Field(default=None, min_length=1, description="as `data.fields`", examples=["text"])
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.config`",
+        examples=["en"],
+        json_schema_extra=if_absent("its default"),
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.split`",
+        examples=["train"],
+        json_schema_extra=if_absent('"train", or the only one'),
+    )
+    revision: str | None = Field(
+        default=None,
+        min_length=1,
+        description="as `data.revision`",
+        examples=["main"],
+        json_schema_extra=if_absent('"main"'),
+    )
+    ids_dtype: IdsDtype | None = Field(default=None, description="as `data.ids_dtype`", examples=["uint32"])
+    bad_lines: NonNegativeInt | None = Field(default=None, description="as `data.bad_lines`", examples=[10])
+
+
+SOURCE_SCHEMAS: Mapping[str, Mapping[str, Any]] = DataSource.model_json_schema()["properties"]
+
+
+def parse_sources(data: Data) -> tuple[DataSource, ...]:
+    """Return the sources of a recipe's data; none if it has a `path`.
+
+    Raises:
+        UsageError: A table is invalid, two have the same name, or only some have a weight.
+    """
+    tables = data.sources or ()
+    sources = tuple(_parse_source(number, table) for number, table in enumerate(tables, start=1))
+    names = [source.name for source in sources]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise usage_error(f"two tables of `{SOURCES_KEY}` have the name {twice!r}", "", "give each its own name")
+    unweighted = [source.name for source in sources if source.weight is None]
+    if 0 < len(unweighted) < len(names):
+        why = f"without one: {', '.join(unweighted)}"
+        raise usage_error(f"only some tables of `{SOURCES_KEY}` have a weight", why, "give all of them one, or none")
+    return sources
+
+
+def source_data(data: Data, source: DataSource) -> Data:
+    """Return the data of a recipe with one source of its mixture, as if it were the only dataset."""
+    keys = source.model_dump(exclude={"name", "weight"}, exclude_none=True)
+    data_type = source.type or data.type
+    from_example = data.fields_from_example if data_type in DEFAULT_FIELDS else None
+    fields = data.fields if data_type in DEFAULT_FIELDS else None
+    if from_example is None and data_type in DEFAULT_FIELDS:
+        fields = FORMAT_FIELDS.get(source.format or "", fields or DEFAULT_FIELDS[data_type])
+    columns = {"fields": fields, "fields_from_example": from_example}
+    return data.model_copy(update={**columns, **keys, "sources": None})
+
+
+def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
+    """Yield each source of a recipe with its data; without sources, None with the data itself."""
+    if data.sources is None:
+        yield None, data
+    for source in parse_sources(data):
+        yield source, source_data(data, source)
+
+
+def _parse_source(number: int, table: Mapping[str, Any]) -> DataSource:
+    try:
+        return DataSource.model_validate(table)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+    raise _key_error(number, str(details["loc"][0]), details["type"], table)
+
+
+def _key_error(number: int, key: str, error_type: str, table: Mapping[str, Any]) -> PrepError:
+    """Return the error for a key of a table that is unknown, missing or invalid."""
+    place = f"table {number} of `{SOURCES_KEY}`"
+    if key not in SOURCE_SCHEMAS:
+        similar = suggest(key, SOURCE_SCHEMAS)
+        hint = f"did you mean `{similar}`?" if similar else f"known: {', '.join(SOURCE_SCHEMAS)}"
+        return usage_error(f"{place}: unknown key `{key}`", "", hint)
+    schema = SOURCE_SCHEMAS[key]
+    state = "missing" if error_type == "missing" and key not in table else format_value(table.get(key))
+    why = f"it takes {describe_type(schema)}: {schema['description']}"
+    return usage_error(f"{place}: `{key}` is {state}", why, f"`{key} = {example_value(schema)}`")

@@ -1,0 +1,61 @@
+"""The recipe table `[lora]`: low-rank adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from trainer.models.lora import DEFAULT_TARGETS, LoraConfig
+from trainer.recipe.key_types import STRICT, NonNegativeInt, PathText, PositiveFloat, RuleTexts, if_absent
+
+ALPHA_PER_RANK = 2  # default of `alpha`
+
+
+class Lora(BaseModel):
+    """Low-rank adapters (LoRA). With `rank` or `path` only they are trained; all other parameters are frozen."""
+
+    model_config = STRICT
+
+    rank: NonNegativeInt = Field(
+        default=0, description="rank of the adapters; 0: none, all parameters are trained", examples=[16]
+    )
+    alpha: PositiveFloat | None = Field(
+        default=None,
+        description="scale of the adapters: alpha / rank times B A is added to a weight",
+        examples=[32],
+        json_schema_extra=if_absent("2 x `rank`"),
+    )
+    targets: Annotated[RuleTexts, Field(min_length=1)] = Field(
+        default=DEFAULT_TARGETS,
+        description="projections with an adapter, as patterns: `attn.q`, `attn.k`, `attn.v`, `attn.o`, `cross.*`, "
+        "`mlp.gate`, `mlp.up`, `mlp.down`; those that the checkpoint stores in one tensor are adapted together",
+        examples=[["attn.*", "mlp.*"]],
+    )
+    use_rslora: bool = Field(
+        default=False, description="scale by alpha / sqrt(rank) instead of alpha / rank", examples=[True]
+    )
+    path: PathText | None = Field(
+        default=None,
+        description="adapter in the format of PEFT to start from: a folder; it sets all keys above",
+        examples=["my-adapter"],
+        json_schema_extra=if_absent("new adapters"),
+    )
+    base_dtype: Literal["stored", "float32", "bfloat16"] = Field(
+        default="stored",
+        description="dtype of the frozen parameters in device memory; stored: that of the checkpoint",
+        examples=["bfloat16"],
+    )
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether adapters are trained."""
+        return bool(self.rank or self.path)
+
+    @property
+    def new_adapters(self) -> LoraConfig | None:
+        """Settings of new adapters; None without adapters, or if they are those of `path`."""
+        if not self.rank:
+            return None
+        alpha = self.alpha or float(ALPHA_PER_RANK * self.rank)
+        return LoraConfig(self.rank, alpha, targets=self.targets, use_rslora=self.use_rslora)

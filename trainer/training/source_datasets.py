@@ -1,0 +1,125 @@
+"""The datasets of a run from one or several sources, and the order of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from trainer.data.mixing import ConcatenatedDataset, MixedOrder, mix_by_weight
+from trainer.data.order import RowOrder, SampleOrder
+from trainer.data.packing import Dataset
+from trainer.data.remote_files import Selection
+from trainer.recipe.data_sources import split_sources
+from trainer.recipe.data_table import Data
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """Training and evaluation datasets of a run.
+
+    Attributes:
+        train: Rows to train on.
+        evaluation: Rows to evaluate on; None without evaluation.
+        identity: Digest of the tokens of both, compared on resume.
+        weights: Weight of each source of a mixture, whose rows are concatenated; empty for rows in one order.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    identity: str
+    weights: tuple[float, ...] = ()
+
+
+class BuildSource(Protocol):
+    """Function that builds the datasets of one source."""
+
+    def __call__(self, data: Data, *, note: Note) -> Datasets:
+        """Return the datasets of a recipe's data, which has no sources."""
+        ...
+
+
+def train_selection(data: Data) -> Selection:
+    """Return the part of a dataset to train on."""
+    return Selection(data.config, data.split, data.revision)
+
+
+def eval_selection(data: Data) -> Selection:
+    """Return the part of a dataset to evaluate on: another split of the training data, or of `eval_path`."""
+    if data.eval_path is None:
+        return replace(train_selection(data), split=data.eval_split)
+    return Selection(split=data.eval_split)
+
+
+def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
+    """Return the datasets of a recipe: of its only source, or of all its sources together.
+
+    Args:
+        data: Data of the recipe.
+        build: Builds the datasets of one source.
+        note: Called with messages for the user.
+
+    Raises:
+        PrepError: The data is invalid.
+    """
+    if data.sources is None:
+        return build(data, note=note)
+    datasets: dict[str, Datasets] = {}
+    weights: dict[str, float] = {}
+    for source, part in split_sources(data):
+        assert source is not None
+        datasets[source.name] = build(part, note=_label_notes(source.name, note))
+        if source.weight is not None:
+            weights[source.name] = source.weight
+    train = {name: part.train for name, part in datasets.items()}
+    evaluation = {name: part.evaluation for name, part in datasets.items() if part.evaluation is not None}
+    for line in _describe_mixture(train, weights):
+        note(line)
+    return Datasets(
+        train=ConcatenatedDataset(train),
+        evaluation=ConcatenatedDataset(evaluation) if evaluation else None,
+        identity=" ".join(part.identity for part in datasets.values()),
+        weights=tuple(weights.values()),
+    )
+
+
+def _label_notes(name: str, note: Note) -> Note:
+    return lambda text: note(f"{name}: {text}")
+
+
+def _describe_mixture(train: dict[str, Dataset], weights: dict[str, float]) -> list[str]:
+    """Return a line per source: its sequences, and how often a run takes them as it takes as many as all have."""
+    n_rows, total = sum(part.n_rows for part in train.values()), sum(weights.values())
+    lines: list[str] = []
+    for name, part in train.items():
+        share = weights[name] / total if weights else part.n_rows / n_rows
+        epochs = share * n_rows / part.n_rows
+        lines.append(f"{name}: {100 * share:.4g} % of {part.n_rows:,} sequences, {epochs:.4g} times in an epoch")
+    return lines
+
+
+def make_order(datasets: Datasets, batch_size: int, *, seed: int, shuffle: bool) -> RowOrder:
+    """Return the order of the training rows.
+
+    Args:
+        datasets: The datasets.
+        batch_size: Rows of a step.
+        seed: Seed of the permutations.
+        shuffle: Permute the rows of each epoch.
+    """
+    train = datasets.train
+    if not datasets.weights:
+        return SampleOrder(train.n_rows, batch_size, seed, shuffle)
+    assert isinstance(train, ConcatenatedDataset)
+    source_rows = tuple(part.n_rows for part in train.parts.values())
+    return MixedOrder(source_rows, mix_by_weight(datasets.weights), batch_size, seed=seed, shuffle=shuffle)
+
+
+def tokens_by_source(order: RowOrder, train: Dataset, step: int, *, tokens_per_row: int) -> dict[str, int]:
+    """Return the tokens of each source in the first steps, by metric name; empty without a mixture."""
+    if not isinstance(order, MixedOrder) or not isinstance(train, ConcatenatedDataset):
+        return {}
+    counts = order.source_counts(step)
+    return {f"tokens.{name}": tokens_per_row * count for name, count in zip(train.parts, counts)}
