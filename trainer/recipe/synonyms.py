@@ -71,9 +71,17 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "data_path", "data_dir", "train_dataset", "train_dataset.path", "files", "json_dataset.path",
         "huggingface_dataset.path",
     ),
-    "data.config": ("dataset_config_name", "dataset_config", "dataset_subset"),
-    "data.split": ("dataset_split", "train_split", "train_split_name", "dataset_train_split"),
-    "data.eval_split": ("eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split"),
+    "data.config": (
+        "dataset_config_name", "dataset_config", "dataset_subset", "huggingface_dataset.name",
+        "data_args.train.dataset_name", "data_args.eval.dataset_name",
+    ),
+    "data.split": (
+        "dataset_split", "train_split", "train_split_name", "dataset_train_split", "huggingface_dataset.split",
+    ),
+    "data.eval_split": (
+        "eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split", "eval.dataset_split",
+        "eval_dataset.huggingface_dataset.split",
+    ),
     "data.revision": ("dataset_revision",),
     "data.sources": ("datasets", "dataset_mixer", "data_mix", "mixture", "dataset_weights"),
     "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
@@ -152,6 +160,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "max_grad_norm", "clip_gradient", "grad_clip", "gradient_clipping", "max_norm", "grad_norm_clip",
         "gradient_clipping_threshold", "gradient_clip_val", "clip_grad_norm", "clip_grad",
     ),
+    "lora.rank": ("lora_r", "lora_rank", "lora_dim"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules", "lora_target_modules", "lora_modules"),
     "train.steps": (
         "max_steps", "total_steps", "num_train_steps", "num_steps", "n_steps", "train_steps", "max_iters",
         "training_steps", "max_train_steps", "iterations",
@@ -257,6 +268,7 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("n_real_tokens",), "`prep pad-vocab --true-vocab N` records the size without padding"),
     **dict.fromkeys(("force_pad_embeddings",), "`prep pad-vocab CHECKPOINT --multiple N` pads the vocabulary"),
     **dict.fromkeys(("profile_steps", "stop_after_profile"), "not supported"),
+    "streaming": "remove it: data is read in bounded memory",
     "overwrite_cache": "remove it: changed files and tokenizers are tokenized again",
     "param_dtype": "remove it: parameters are float32; `model.dtype` is the dtype of the computation",
     "float32_logits": "remove it: attention sums are float32",
