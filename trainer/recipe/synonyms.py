@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -69,7 +70,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "data.path": (
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
         "data_path", "data_dir", "train_dataset", "train_dataset.path", "files", "json_dataset.path",
-        "huggingface_dataset.path",
+        "huggingface_dataset.path", "data_args.train.dataset",
     ),
     "data.config": (
         "dataset_config_name", "dataset_config", "dataset_subset", "huggingface_dataset.name",
@@ -286,7 +287,17 @@ def _override(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-# Functions that translate a value of another trainer, for settings whose values differ
+def _preset(family: str, size: str) -> str:
+    return f"{family}-{size}" if re.fullmatch(r"[\w.]+", size) else size
+
+
+def _hub_dataset(name: str) -> str:
+    """Return the URL of a dataset on the hub; paths of files stay as they are."""
+    is_hub_id = re.fullmatch(r"[\w-]+(/[\w-]+)?", name)
+    return f"hf://datasets/{name if '/' in name else f'OWNER/{name}'}" if is_hub_id else name
+
+
+# Functions that translate a value of another trainer. A dotted name applies only in its table.
 VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda enabled: "bfloat16" if enabled else "float32"),
     **dict.fromkeys(("fp16", "float16"), lambda enabled: "float16" if enabled else "float32"),
@@ -312,6 +323,11 @@ VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
         for name in SYNONYMS["model.overrides"]
         if not name.endswith(("overrides", "config"))
     },
+    **dict.fromkeys(("dataset_name", "huggingface_dataset.path", "data_args.train.dataset"), _hub_dataset),
+    **dict.fromkeys(("data_args.train.dataset_name", "data_args.eval.dataset_name"), str),  # a configuration
+    "load_llama_config": partial(_preset, "llama"),
+    "load_opt_config": partial(_preset, "opt"),
+    "base_model": lambda name: name.replace("_", "-"),
     "half_precision": lambda enabled: "bfloat16" if enabled else "float32",
     "use_dropout": lambda enabled: "config" if enabled else 0.0,
     "fcm_max_ratio": lambda ratio: [0.0, ratio],
@@ -340,8 +356,8 @@ def _suffixes(name: str) -> Iterator[str]:
 
 def translate_value(name: str, value: Any) -> Any:
     """Translate the value of another trainer's setting to the recipe key's value."""
-    translate = VALUE_TRANSLATIONS.get(name.lower().replace("-", "_").rpartition(".")[2])
+    translate = next((VALUE_TRANSLATIONS[suffix] for suffix in _suffixes(name) if suffix in VALUE_TRANSLATIONS), None)
     try:
         return value if translate is None else translate(value)
-    except TypeError:  # the value already had the wrong type
+    except (AttributeError, TypeError):  # the value already had the wrong type
         return value

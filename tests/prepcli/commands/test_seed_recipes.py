@@ -21,6 +21,7 @@ from tests.helpers.training_folder import WORDS, write_tokenizer
 FULL_SIZE = [  # recipe, accelerator, devices, largest peak of one device in GB
     ("flan-t5-base", "v4", 8, 5),
     ("flan-t5-base-cnn", "v4", 8, 5),
+    ("gpt-neo-1.3b", "v4", 8, 6),
     ("gpt-neo-1.3b-wikitext", "v4", 8, 6),
     ("llama-7b", "H100", 8, 25),
     ("llama-7b-prompts", "H100", 8, 25),
@@ -50,6 +51,7 @@ TINY = [
         Tiny(recipe, FAMILY_CONFIGS["t5"], "4,1,2", ("data.source_length=16", "optimizer.warmup_steps=1"))
         for recipe in ("flan-t5-base", "flan-t5-base-cnn")
     ),
+    Tiny("gpt-neo-1.3b", GPT_NEO | {"num_heads": 8}, "1,1,8", ("batch.per_device=1", "train.epochs=1")),
     Tiny("gpt-neo-1.3b-wikitext", GPT_NEO | {"num_heads": 8}, "1,1,8", ("batch.per_device=1",)),
     Tiny("llama-7b", LLAMA, "1,8,1", ("batch.size=8",)),
     Tiny("llama-7b-prompts", LLAMA, "1,8,1", ("batch.size=8",)),
@@ -107,6 +109,7 @@ def make_data() -> None:
     columns = ("text", "instruction", "input", "output", "article", "highlights")
     lines = "".join(f"{json.dumps(dict.fromkeys(columns, text))}\n" for text in texts)
     Path("data").mkdir()
+    Path("data/text.txt").write_text(" ".join(texts))
     for name in ("train", "validation"):
         Path(f"data/{name}.jsonl").write_text(lines)
 

@@ -155,6 +155,15 @@ def test_setting_without_key_gives_advice(name: str):
         ("validation_split_percentage", 5, 0.05),
         ("validation_split_percentage", "five", "five"),
         ("learning_rate", 1.0, 1.0),
+        ("dataset_name", "wikitext", "hf://datasets/OWNER/wikitext"),
+        ("dataset_name", "owner/text", "hf://datasets/owner/text"),
+        ("dataset_name", "data/train.jsonl", "data/train.jsonl"),
+        ("train_dataset.huggingface_dataset.path", "c4", "hf://datasets/OWNER/c4"),
+        ("data_args.train.dataset", "cnn_dailymail", "hf://datasets/OWNER/cnn_dailymail"),
+        ("data_args.train.dataset_name", "en", "en"),
+        ("load_llama_config", "7b", "llama-7b"),
+        ("load_opt_config", "1.3b", "opt-1.3b"),
+        ("llama.base_model", "llama_7b", "llama-7b"),
     ],
 )
 def test_translate_value_returns_the_value_of_the_synonym(name: str, value: Any, translated: Any):
