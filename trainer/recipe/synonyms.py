@@ -88,7 +88,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
     "data.fields": (
         "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key", "text_column_names",
-        "fields", "column", "base64_token_dtype", "data_args.mode", "input_ids_column_name",
+        "fields", "column", "base64_token_dtype", "input_ids_column_name",
         "decoder_input_ids_column_name",
     ),
     "data.format": ("dataset_format", "chat_template", "prompt_format"),
@@ -188,7 +188,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "checkpoint.optimizer_state": (
         "save_optimizer_state", "save_only_model", "last_save_model_only", "save_train_state", "save_opt_states",
     ),
-    "rules": ("activation_partitioning_dims", "parameter_partitioning_dims", "partition_rules"),
+    "rules": ("partition_rules",),
     "model.max_position_embeddings": ("max_sequence_length",),
     "optimizer.decay_rate": ("palm_optimizer.b2",),
     "eval.at_start": ("eval_at_beginning", "eval_sanity_check"),
@@ -269,6 +269,11 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("n_real_tokens",), "`prep pad-vocab --true-vocab N` records the size without padding"),
     **dict.fromkeys(("force_pad_embeddings",), "`prep pad-vocab CHECKPOINT --multiple N` pads the vocabulary"),
     **dict.fromkeys(("profile_steps", "stop_after_profile"), "not supported"),
+    "data_args.mode": "`data.fields`: brackets for the encoder, none for clm",
+    **dict.fromkeys(
+        ("activation_partitioning_dims", "parameter_partitioning_dims"),
+        '`rules = "flaxlm:ACTIVATIONS,PARAMETERS"` above the first table; remove it for 1 and 1',
+    ),
     "streaming": "remove it: data is read in bounded memory",
     "overwrite_cache": "remove it: changed files and tokenizers are tokenized again",
     "param_dtype": "remove it: parameters are float32; `model.dtype` is the dtype of the computation",

@@ -41,7 +41,8 @@ def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     table = suggest(name, TABLE_NAMES)
     if table and isinstance(value, dict):
         yield name, value
-        yield from ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
+        unknown = ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
+        yield from (leaf for path, item in unknown for leaf in _unknown_leaves(path, item))
     else:
         yield from _unknown_leaves(name, value)
 

@@ -120,6 +120,16 @@ def test_table_of_another_trainer_is_translated_by_key():
     ]
 
 
+def test_nested_table_of_another_trainer_is_translated_by_key():
+    error = error_of(GOOD + "[data_args]\nmode = 'clm'\n[data_args.train]\ndataset = 'c4'\ndataset_name = 'en'\n")
+    assert error.why.split("\n") == [
+        "x.toml:14: unknown key `data_args` - did you mean `data`?",
+        "x.toml:15: unknown key `data_args.mode` - `data.fields`: brackets for the encoder, none for clm",
+        'x.toml:17: unknown key `data_args.train.dataset` - `path = "hf://datasets/OWNER/c4"` in [data]',
+        'x.toml:18: unknown key `data_args.train.dataset_name` - `config = "en"` in [data]',
+    ]
+
+
 def test_synonyms_stand_for_one_existing_key():
     assert {*SYNONYMS} <= {*KEY_SCHEMAS}
     names = [name for key_names in SYNONYMS.values() for name in key_names]
