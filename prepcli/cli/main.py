@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from prepcli.cli.root import app
 from prepcli.console.job_errors import process_of
@@ -126,6 +127,8 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     if match := re.match(r"No such option:? ['\"]?(-[^\s'\"]+)", message):
         option = match[1].rstrip(".")
         suggestion = suggest(option, getattr(error, "possibilities", None) or ())
+        if command == "train" and len(unknown := _unknown_options(context, args)) > 1:
+            return _unknown_options_error(path, unknown, args)
         recipe_hint = _recipe_hint(option, args) if command == "train" else ""
         hint = recipe_hint or (f"did you mean `{suggestion}`?" if suggestion else f"`{path} --help`")
         return usage_error(f"`{path}` has no option `{option}`", hint=hint)
@@ -133,6 +136,24 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     what, _, why = first_line.partition(": ")
     why = why.removeprefix("Value error, ")
     return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
+
+
+def _unknown_options(context: Any, args: Sequence[str]) -> list[str]:
+    """Return the long options in `args` that the command of a Typer context does not have, in their order."""
+    if context is None:
+        return []
+    known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    options = (word.partition("=")[0] for word in args if word.startswith("--"))
+    return [option for option in dict.fromkeys(options) if option not in {*known, *context.help_option_names, "--"}]
+
+
+def _unknown_options_error(path: str, options: Sequence[str], args: Sequence[str]) -> PrepError:
+    """Return an error with a line for each option: that of another trainer and the recipe key that replaces it."""
+    hints = [_recipe_hint(option, args) for option in options]
+    lines = [f"`{option}` - {hint}" if hint else f"`{option}`" for option, hint in zip(options, hints, strict=True)]
+    others = f"{len(options) - 1} other{'s' if options[2:] else ''}"
+    hint = "`prep recipes` lists examples, and `--set KEY=VALUE` changes a key"
+    return usage_error(f"`{path}` has no option `{options[0]}` and {others}", "\n".join(lines), hint)
 
 
 def _recipe_hint(option: str, args: Sequence[str]) -> str:

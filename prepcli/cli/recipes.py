@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.errors import usage_error
+
+COPY = "copy"
 
 
 @expand_option_groups
 def recipes(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A recipe to print; default: list all.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[copy] NAME", help="A recipe to print or copy; default: list all.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Copy to FILE; default: NAME.toml.", show_default=False),
     ] = None,
     *,
     output_options: OutputOptions,
 ) -> int:
-    """List the recipes that prep ships, or print one.
+    """List the recipes that prep ships, print or copy one.
 
     Examples:
       prep recipes
-      prep recipes llama-7b > my-run.toml
+      prep recipes llama-7b
+      prep recipes copy llama-7b --out my-run.toml
     """
+    from prepcli.commands.recipes import copy_recipe
     from prepcli.commands.recipes import recipes as run
 
     ui = output_options.open_console("recipes")
-    return ui.finish(run(name, ui.columns))
+    is_copy = words is not None and words[0] == COPY
+    names = words[is_copy:] if words else []
+    if names[1:]:
+        raise usage_error(f"unexpected word `{names[1]}`", "one recipe at a time", f"`prep recipes copy {names[1]}`")
+    if is_copy and not names:
+        raise usage_error("no recipe was given", "`prep recipes` lists them", "`prep recipes copy NAME`")
+    if out is not None and not is_copy:
+        raise usage_error("`--out` copies no recipe", "only a copy is written", "`prep recipes copy NAME --out FILE`")
+    return ui.finish(copy_recipe(names[0], out) if is_copy else run(names[0] if names else None, ui.columns))

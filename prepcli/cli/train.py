@@ -74,7 +74,9 @@ def train(
     recipe: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RECIPE", help="Recipe, a TOML file; keys: docs/reference/recipes.md.", show_default=False
+            metavar="RECIPE",
+            help="Recipe: a TOML file, or the name of one of `prep recipes`; keys: docs/reference/recipes.md.",
+            show_default=False,
         ),
     ] = None,
     overrides: Annotated[
@@ -108,7 +110,7 @@ def train(
     """Train from a checkpoint with a recipe; resume an earlier run.
 
     Examples:
-      prep train recipes/gpt-neo-1.3b.toml
+      prep train gpt-neo-1.3b
       prep train recipe.toml --set optimizer.lr=1e-5 --set mesh=1,2,4
       prep train recipe.toml --dry-run
     """

@@ -2,78 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from trainer.models.errors import RESUME_HINT
 
+CONFIG_KEYS = (  # of a config.json, which some trainers take as settings
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "rms_norm_eps", "initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "n_embd", "n_layer",
+    "n_head",
+)  # fmt: skip
+
 # By recipe key: names of the same setting in Hugging Face's Trainer and example scripts, EasyLM, redco, torchtitan,
 # MaxText, Levanter and nanoGPT. A dotted name applies only in its table.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "name": ("run_name", "experiment_name", "exp_name", "job_name", "project_name"),
+    "name": ("run_name", "experiment_name", "exp_name", "job_name", "project_name", "experiment_id"),
     "seed": ("jax_seed", "data_seed", "random_seed", "rng_seed", "train_seed"),
     "mesh": (
         "mesh_dim", "mesh_dims", "n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size",
         "data_parallel_shard_degree", "data_parallel_replicate_degree", "fsdp", "ici_fsdp_parallelism",
-        "ici_tensor_parallelism", "n_devices", "num_devices", "devices",
+        "ici_tensor_parallelism", "n_devices", "num_devices", "devices", "mp_num", "data_mesh_shape", "fsdp_mesh_shape",
+        "model_mesh_shape",
     ),
-    "model.preset": ("load_llama_config", "load_gpt_config", "load_opt_config", "load_gptj_config", "size"),
+    "model.preset": (
+        "load_llama_config", "load_gpt_config", "load_opt_config", "load_gptj_config", "size", "base_model",
+    ),
     "model.config": ("config_name", "config_path", "model_config"),
-    "model.overrides": ("config_overrides", "update_llama_config", "update_gpt_config", "update_opt_config"),
+    "model.overrides": (
+        "config_overrides", "update_llama_config", "update_gpt_config", "update_opt_config", *CONFIG_KEYS,
+    ),
     "model.path": (
         "model", "model_name_or_path", "model_name", "pretrained_model_name_or_path", "checkpoint_path",
         "load_checkpoint", "load_parameters_path", "initial_load_path", "init_from", "initialize_from_hf",
-        "hf_assets_path", "model_path", "init_ckpt_dir", "model.name",
+        "hf_assets_path", "model_path", "init_ckpt_dir", "model.name", "model_load_mode", "model_load_path",
     ),
     "model.dtype": (
-        "bf16", "bfloat16", "use_bf16", "fp16", "float16", "dtype", "torch_dtype", "compute_dtype",
-        "mixed_precision", "precision", "mixed_precision_param",
+        "bf16", "bfloat16", "use_bf16", "fp16", "float16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision",
+        "precision", "mixed_precision_param", "half_precision",
     ),
     "model.scan_layers": ("scan", "use_scan", "scan_blocks", "param_scan"),
     "model.remat_policy": (
         "gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",
-        "activation_checkpoint.mode", "remat", "remat_block", "remat_attention", "checkpoint_policy",
+        "activation_checkpoint.mode", "remat", "remat_block", "remat_attention", "checkpoint_policy", "remat_mlp",
+        "gradient_checkpointing_policy",
     ),
     "model.offload": (
         "enable_activation_offloading", "activation_offloading", "activation_offload", "decoder_layer_input",
     ),
     "model.head_chunk_size": ("loss_chunk_size", "scan_loss_chunk_size"),
-    "model.ffn_chunk_size": ("scan_mlp_chunk_size", "mlp_chunk_size"),
-    "model.attention_kernel": ("attn_implementation", "attention_type", "flash_attention_block_size"),
+    "model.ffn_chunk_size": ("scan_mlp_chunk_size", "mlp_chunk_size", "scan_mlp"),
+    "model.attention_kernel": (
+        "attn_implementation", "attention_type", "flash_attention_block_size", "attn_type", "scan_attention",
+    ),
     "model.q_chunk_size": ("scan_query_chunk_size", "query_chunk_size"),
     "model.k_chunk_size": ("scan_key_chunk_size", "key_chunk_size"),
     "model.rope_scaling": ("rope_parameters",),
-    "model.rope_theta": ("rope_max_timescale", "rotary_emb_base", "rope_freq_base", "rope_base"),
+    "model.rope_theta": ("rope_max_timescale", "rotary_emb_base", "rope_freq_base", "rope_base", "theta"),
     "model.dropout": (
         "attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "residual_dropout", "resid_dropout",
         "residue_dropout", "hidden_dropout", "embedding_dropout", "embed_dropout", "dropout_rate", "use_dropout",
+        "feedforward_dropout",
     ),
     "model.fcm_ratio": ("fcm_min_ratio", "fcm_max_ratio"),
     "data.type": ("dataset_type", "data_type"),
     "data.path": (
         "train_file", "train_files", "train_path", "train_data", "train_dir", "dataset", "dataset_name", "dataset_path",
-        "data_path", "data_dir", "train_dataset", "train_dataset.path", "files",
+        "data_path", "data_dir", "train_dataset", "train_dataset.path", "files", "json_dataset.path",
+        "huggingface_dataset.path", "data_args.train.dataset",
     ),
-    "data.config": ("dataset_config_name", "dataset_config", "dataset_subset"),
-    "data.split": ("dataset_split", "train_split", "train_split_name", "dataset_train_split"),
-    "data.eval_split": ("eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split"),
+    "data.config": (
+        "dataset_config_name", "dataset_config", "dataset_subset", "huggingface_dataset.name",
+        "data_args.train.dataset_name", "data_args.eval.dataset_name",
+    ),
+    "data.split": (
+        "dataset_split", "train_split", "train_split_name", "dataset_train_split", "huggingface_dataset.split",
+    ),
+    "data.eval_split": (
+        "eval_split_name", "validation_split_name", "dataset_test_split", "dataset_eval_split", "eval.dataset_split",
+        "eval_dataset.huggingface_dataset.split",
+    ),
     "data.revision": ("dataset_revision",),
     "data.sources": ("datasets", "dataset_mixer", "data_mix", "mixture", "dataset_weights"),
     "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
     "data.fields": (
-        "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key",
-        "text_column_names", "fields", "column",
+        "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key", "text_column_names",
+        "fields", "column", "base64_token_dtype", "input_ids_column_name",
+        "decoder_input_ids_column_name",
     ),
     "data.format": ("dataset_format", "chat_template", "prompt_format"),
     "data.add_bos": ("add_bos_token", "prepend_bos"),
     "data.add_eos": ("add_eos_token", "append_eos", "append_concat_token"),
     "data.max_examples": ("max_train_samples", "max_samples", "num_samples", "limit_examples"),
-    "data.source_length": ("max_source_length", "max_src_len", "encoder_max_length", "max_input_length"),
-    "data.source_prefix": ("prefix", "task_prefix"),
+    "data.source_length": (
+        "max_source_length", "max_src_len", "encoder_max_length", "max_input_length", "max_len",
+    ),
+    "data.source_prefix": ("prefix", "task_prefix", "decoder_prefix_str"),
     "data.tokenizer": ("tokenizer_name", "tokenizer_path", "tokenizer_name_or_path", "vocab_file"),
     "data.seq_length": (
         "block_size", "seq_len", "seq_length", "sequence_length", "max_length", "max_seq_length", "max_seq_len",
         "max_target_length", "max_tgt_len", "context_length", "context_size", "n_ctx", "decoder_max_length",
+        "decoder_max_len", "max_output_length",
     ),
     "data.packing": ("packing_strategy", "group_texts", "sample_packing", "pack_sequences", "pad_to_max_length"),
     "data.objective": ("task", "pretraining_objective", "denoising", "mlm"),
@@ -82,13 +112,14 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "data.holdout": ("validation_split", "validation_split_percentage", "val_split", "test_size", "eval_ratio"),
     "data.eval_path": (
         "validation_file", "validation_files", "eval_file", "eval_data", "eval_dataset", "eval_dataset.path",
-        "val_path", "val_file", "validation_path", "eval.path",
+        "val_path", "val_file", "validation_path", "eval.path", "eval.dataset", "eval.dataset_name",
+        "eval_dataset.json_dataset.path", "eval_dataset.huggingface_dataset.path",
     ),
     "data.cache": ("cache_dir", "dataset_cache_dir", "token_cache", "data_cache_dir"),
     "data.shuffle": ("shuffle_data", "shuffle_dataset", "enable_data_shuffling"),
     "batch.size": (
         "batch_size", "global_batch_size", "train_batch_size", "total_batch_size", "train_dataset.batch_size",
-        "global_batch_size_to_train_on",
+        "global_batch_size_to_train_on", "train_bsize",
     ),
     "batch.per_device": (
         "per_device_train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size",
@@ -100,9 +131,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "grad_accum_steps", "gradient_accumulation", "grad_accum", "accumulate_steps",
     ),
     "optimizer.type": ("optim", "optimizer_name", "optimizer_type", "opt_type", "optimizer.name"),
-    "optimizer.lr": (
-        "learning_rate", "lr", "peak_lr", "max_lr", "base_lr", "adam_lr", "learning_rate_init",
-    ),
+    "optimizer.lr": ("learning_rate", "lr", "peak_lr", "max_lr", "base_lr", "adam_lr", "learning_rate_init", "lr_init"),
     "optimizer.end_lr": ("min_lr", "lr_end", "final_lr", "learning_rate_end", "min_learning_rate"),
     "optimizer.schedule": (
         "lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler", "learning_rate_schedule", "decay_type",
@@ -121,17 +150,20 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "optimizer.moment_dtype": ("bf16_momentum", "mu_dtype", "momentum_dtype", "bf16_accumulate_momentum"),
     "optimizer.ema": ("ema_decay", "use_ema", "ema_rate"),
     "optimizer.loss_scale": ("initial_loss_scale", "init_loss_scale"),
-    "optimizer.momentum": ("sgd_momentum", "muon_momentum", "muon_beta"),
+    "optimizer.momentum": ("sgd_momentum", "muon_momentum", "muon_beta", "palm_optimizer.b1"),
     "optimizer.newton_schulz_steps": ("ns_steps", "muon_ns_steps"),
     "optimizer.min_factored_size": ("min_dim_size_to_factor",),
     "optimizer.scale_by_parameter": ("multiply_by_parameter_scale", "scale_parameter"),
-    "optimizer.b1": ("adam_beta1", "beta1", "adam_b1", "beta_1"),
-    "optimizer.b2": ("adam_beta2", "beta2", "adam_b2", "beta_2"),
+    "optimizer.b1": ("adam_beta1", "beta1", "adam_b1", "beta_1", "adamw_optimizer.b1"),
+    "optimizer.b2": ("adam_beta2", "beta2", "adam_b2", "beta_2", "adamw_optimizer.b2"),
     "optimizer.eps": ("adam_epsilon", "adam_eps", "epsilon"),
     "optimizer.clip_norm": (
         "max_grad_norm", "clip_gradient", "grad_clip", "gradient_clipping", "max_norm", "grad_norm_clip",
         "gradient_clipping_threshold", "gradient_clip_val", "clip_grad_norm", "clip_grad",
     ),
+    "lora.rank": ("lora_r", "lora_rank", "lora_dim"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("target_modules", "lora_target_modules", "lora_modules"),
     "train.steps": (
         "max_steps", "total_steps", "num_train_steps", "num_steps", "n_steps", "train_steps", "max_iters",
         "training_steps", "max_train_steps", "iterations",
@@ -143,30 +175,49 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     ),
     "train.eval_every": (
         "eval_steps", "eval_freq", "eval_interval", "evaluation_interval", "evaluation_steps", "steps_per_eval",
-        "eval.every", "eval.interval", "eval.steps", "val_check_interval",
+        "eval.every", "eval.interval", "eval.steps", "val_check_interval", "eval_every_steps",
     ),
     "train.max_skipped": ("max_skipped_steps", "max_consecutive_nans"),
-    "eval.limit": ("max_eval_samples", "max_eval_examples", "eval_samples", "eval.size"),
+    "eval.limit": ("max_eval_samples", "max_eval_examples", "eval_samples", "eval.size", "eval_loss_batches"),
     "checkpoint.every": (
         "save_steps", "save_every", "save_interval", "save_model_freq", "checkpoint_period",
-        "checkpoint_every", "save_freq", "checkpoint.interval", "checkpoint_interval",
+        "checkpoint_every", "save_freq", "checkpoint.interval", "checkpoint_interval", "save_every_steps",
     ),
     "checkpoint.keep": ("save_total_limit", "keep_latest_k", "max_to_keep", "max_checkpoints", "keep_last_n"),
+    "checkpoint.optimizer_state": (
+        "save_optimizer_state", "save_only_model", "last_save_model_only", "save_train_state", "save_opt_states",
+    ),
+    "rules": ("partition_rules",),
+    "model.max_position_embeddings": ("max_sequence_length",),
+    "optimizer.decay_rate": ("palm_optimizer.b2",),
+    "eval.at_start": ("eval_at_beginning", "eval_sanity_check"),
+    "log.all_workers": ("log_all_worker",),
+    "cluster.host0_address": ("coordinator_address",),
+    "cluster.n_processes": ("num_processes",),
+    "cluster.n_local_devices": ("local_device_ids",),
+    "checkpoint.every_epochs": ("save_every_epochs", "save_ckpt_every_k_epochs"),
     "checkpoint.milestones": ("save_milestone_freq", "milestone_freq"),
-    "checkpoint.best": ("load_best_model_at_end", "metric_for_best_model", "save_best"),
+    "checkpoint.best": (
+        "save_best", "load_best_model_at_end", "metric_for_best_model", "save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics",
+    ),
+    "checkpoint.dtype": ("float_dtype", "save_float_dtype", "save_bf16"),
     "checkpoint.push": ("push_to_hub", "hub_model_id"),
-    "checkpoint.optimizer_state": ("save_optimizer_state", "save_only_model", "last_save_model_only"),
+    "train.eval_every_epochs": ("eval_every_epochs",),
+    "train.profile": ("profile_steps",),
+    "log.tensorboard": ("run_tensorboard", "tensorboard"),
 }  # fmt: skip
 
 # Settings that no recipe key replaces, and what to do instead
 ADVICE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("resume", "resume_from_checkpoint", "auto_resume", "resume_from", "resume_step", "continue_training"),
+        ("resume", "resume_from_checkpoint", "auto_resume", "resume_from", "resume_step", "continue_training",
+         "autoresume", "should_restore_loop_state", "load_dataset_state", "start_seek_loc", "example_index_at_start",
+         "index_at_start", "tokens_count_at_start"),
         RESUME_HINT,
     ),
     **dict.fromkeys(
         ("output_dir", "out_dir", "save_dir", "workdir", "work_dir", "dump_folder", "base_output_directory", "output",
-         "checkpoint_dir", "ckpt_dir"),
+         "checkpoint_dir", "ckpt_dir", "outputs_path"),
         "`prep train RECIPE --out RUN`",
     ),
     **dict.fromkeys(("overwrite_output_dir", "overwrite"), "`prep train RECIPE --restart` starts again from step 0"),
@@ -174,12 +225,82 @@ ADVICE: Mapping[str, str] = {
         ("half_precision_backend", "fp16_opt_level"), '`dtype = "float16"` in [model] computes in float16'
     ),
     **dict.fromkeys(
-        ("report_to", "wandb", "use_wandb", "wandb_project", "wandb_log", "logging_dir", "tensorboard"),
+        ("logging_dir", "wandb_dir", "profile_dir", "throughput_average_window_size"),
         "metrics are written to RUN/metrics.jsonl",
     ),
     **dict.fromkeys(
         ("model_type", "architecture"),
-        'the config of `model.path` sets it; `init = "random"` and `preset` or `config` start without a checkpoint',
+        "the config of `model.path` sets it; for a random start `model.preset` or `model.config`",
+    ),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "eval_loss", "eval_at_end"),
+        "`prep train` trains, and evaluates if there is data for it: `data.eval_path` or `data.holdout`",
+    ),
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_per_device_batch_size", "eval_loss_bsize", "eval_batch_size"),
+        "remove it: evaluation has the micro-batches of training, and its value does not depend on them",
+    ),
+    **dict.fromkeys(
+        ("preprocessing_num_workers", "dataloader_num_workers", "num_workers", "tokenizer_processes", "num_proc",
+         "tokenizer_parallel_chunk_size", "tokenizer_parallel_batch_size", "tokenize_batch_size", "group_batch_size"),
+        "remove it: all cores tokenize, once for all runs with the same `data.cache`",
+    ),
+    **dict.fromkeys(
+        ("save", "save_last_ckpt", "save_at_end", "save_at_beginning"), "remove it: the last step is always saved"
+    ),
+    **dict.fromkeys(
+        ("append_uuid", "reinit", "logger.resume"), "remove it: a run has one folder, `prep train RECIPE --out RUN`"
+    ),
+    **dict.fromkeys(
+        ("use_cache", "causal", "remove_columns", "use_fast_tokenizer", "model_cls", "from_pt", "batch_token_dtype"),
+        "remove it: the model and the data decide it",
+    ),
+    **dict.fromkeys(
+        ("pad_right", "trunc_end", "decoder_trunc_end", "padding_side", "truncation_side"),
+        "remove it: sequences are padded and truncated on the right",
+    ),
+    **dict.fromkeys(
+        ("eval_predictor", "eval_metric_fn", "compute_metrics"),
+        "`prep.train(metric_fn=...)` evaluates functions of logits and targets",
+    ),
+    **dict.fromkeys(("max_generation_new_tokens", "max_new_tokens"), "`prep generate RUN --max-new-tokens N`"),
+    **dict.fromkeys(("n_real_tokens",), "`prep pad-vocab --true-vocab N` records the size without padding"),
+    **dict.fromkeys(("force_pad_embeddings",), "`prep pad-vocab CHECKPOINT --multiple N` pads the vocabulary"),
+    "data_args.mode": "`data.fields`: brackets for the encoder, none for clm",
+    **dict.fromkeys(
+        ("activation_partitioning_dims", "parameter_partitioning_dims"),
+        '`rules = "flaxlm:ACTIVATIONS,PARAMETERS"` above the first table; remove it for 1 and 1',
+    ),
+    "streaming": "remove it: data is read in bounded memory",
+    "overwrite_cache": "remove it: changed files and tokenizers are tokenized again",
+    "param_dtype": "remove it: parameters are float32; `model.dtype` is the dtype of the computation",
+    "float32_logits": "remove it: attention sums are float32",
+    "param_scan_axis": "`prep save-init CHECKPOINT --scan-axis 0|1` stacks the layers",
+    "initialize_jax_distributed": "remove it: variables of SLURM, TPU pods and JAX are detected",
+    "verbose": "`prep train RECIPE -v`",
+    **dict.fromkeys(
+        (
+            "report_to",
+            "wandb",
+            "use_wandb",
+            "wandb_project",
+            "wandb_log",
+            "wandb_entity",
+            "wandb_job_type",
+            "wandb_init_kwargs",
+            "project_id",
+            "project_entity",
+            "experiment_group",
+            "experiment_note",
+            "online",
+        ),
+        '`log.wandb`: `wandb = { project = "NAME" }` in [log]',
+    ),
+    **dict.fromkeys(
+        (
+            "stop_after_profile",
+        ),
+        "remove it: `train.steps` ends the run",
     ),
 }  # fmt: skip
 
@@ -188,7 +309,21 @@ def _mesh_with_mp(degree: Any) -> str:
     return f"-1,1,{degree}"
 
 
-# Functions that translate a value of another trainer, for settings whose values differ
+def _override(name: str, value: Any) -> dict[str, Any]:
+    return {name: value}
+
+
+def _preset(family: str, size: str) -> str:
+    return f"{family}-{size}" if re.fullmatch(r"[\w.]+", size) else size
+
+
+def _hub_dataset(name: str) -> str:
+    """Return the URL of a dataset on the hub; paths of files stay as they are."""
+    is_hub_id = re.fullmatch(r"[\w-]+(/[\w-]+)?", name)
+    return f"hf://datasets/{name if '/' in name else f'OWNER/{name}'}" if is_hub_id else name
+
+
+# Functions that translate a value of another trainer. A dotted name applies only in its table.
 VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda enabled: "bfloat16" if enabled else "float32"),
     **dict.fromkeys(("fp16", "float16"), lambda enabled: "float16" if enabled else "float32"),
@@ -199,7 +334,9 @@ VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
         ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
         lambda enabled: "nothing_saveable" if enabled else "none",
     ),
-    **dict.fromkeys(("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size"), _mesh_with_mp),
+    **dict.fromkeys(
+        ("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size", "mp_num"), _mesh_with_mp
+    ),
     **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda enabled: not enabled),
     **dict.fromkeys(("attn_pdrop", "attention_dropout"), lambda rate: {"attention": rate}),
     **dict.fromkeys(
@@ -207,6 +344,20 @@ VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
         lambda rate: {"residual": rate},
     ),
     **dict.fromkeys(("embd_pdrop", "embedding_dropout", "embed_dropout"), lambda rate: {"embedding": rate}),
+    **{
+        name: partial(_override, name)
+        for name in SYNONYMS["model.overrides"]
+        if not name.endswith(("overrides", "config"))
+    },
+    **dict.fromkeys(("dataset_name", "huggingface_dataset.path", "data_args.train.dataset"), _hub_dataset),
+    **dict.fromkeys(("data_args.train.dataset_name", "data_args.eval.dataset_name"), str),  # a configuration
+    "load_llama_config": partial(_preset, "llama"),
+    "load_opt_config": partial(_preset, "opt"),
+    "base_model": lambda name: name.replace("_", "-"),
+    **dict.fromkeys(SYNONYMS["checkpoint.best"], lambda _: "eval_loss"),
+    "save_bf16": lambda enabled: "bfloat16" if enabled else "float32",
+    "profile_steps": lambda steps: {"start": 10, "steps": steps} if isinstance(steps, int) else steps,
+    "half_precision": lambda enabled: "bfloat16" if enabled else "float32",
     "use_dropout": lambda enabled: "config" if enabled else 0.0,
     "fcm_max_ratio": lambda ratio: [0.0, ratio],
     "fcm_min_ratio": lambda ratio: [ratio, ratio],
@@ -217,20 +368,25 @@ _KEY_BY_SYNONYM = {name: key for key, names in SYNONYMS.items() for name in name
 
 
 def key_for_synonym(name: str) -> str:
-    """Return the recipe key for a setting of another trainer, with or without a table; empty if unknown."""
-    name = name.lower().replace("-", "_")
-    return _KEY_BY_SYNONYM.get(name) or _KEY_BY_SYNONYM.get(name.rpartition(".")[2], "")
+    """Return the recipe key for a setting of another trainer, with or without tables; empty if unknown."""
+    return next((_KEY_BY_SYNONYM[suffix] for suffix in _suffixes(name) if suffix in _KEY_BY_SYNONYM), "")
 
 
 def advice_for(name: str) -> str:
     """Return advice for a setting that no recipe key replaces; empty if the setting is unknown."""
-    return ADVICE.get(name.lower().replace("-", "_").rpartition(".")[2], "")
+    return next((ADVICE[suffix] for suffix in _suffixes(name) if suffix in ADVICE), "")
+
+
+def _suffixes(name: str) -> Iterator[str]:
+    """Yield the whole dotted name, then the name without its first tables, one by one."""
+    parts = name.lower().replace("-", "_").split(".")
+    yield from (".".join(parts[first:]) for first in range(len(parts)))
 
 
 def translate_value(name: str, value: Any) -> Any:
     """Translate the value of another trainer's setting to the recipe key's value."""
-    translate = VALUE_TRANSLATIONS.get(name.lower().replace("-", "_").rpartition(".")[2])
+    translate = next((VALUE_TRANSLATIONS[suffix] for suffix in _suffixes(name) if suffix in VALUE_TRANSLATIONS), None)
     try:
         return value if translate is None else translate(value)
-    except TypeError:  # the value already had the wrong type
+    except (AttributeError, TypeError):  # the value already had the wrong type
         return value

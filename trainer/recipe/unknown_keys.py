@@ -18,7 +18,8 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
         if name in TABLE_NAMES:
             items = value.items() if isinstance(value, dict) else ()
-            yield from ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
+            unknown = ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
+            yield from (leaf for path, item in unknown for leaf in _unknown_leaves(path, item))
         elif name not in KEY_SCHEMAS or "." in name:  # a quoted key may contain a dot
             yield from _unknown_table_keys(name, value)
 
@@ -37,15 +38,20 @@ def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
 
 def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of an unknown table that deserve a hint of their own, or else the table itself."""
-    leaves = dict(_flatten(name, value))
     table = suggest(name, TABLE_NAMES)
     if table and isinstance(value, dict):
         yield name, value
-        yield from ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
-    elif any(advice_for(path) or guess_key(path) for path in leaves):
-        yield from leaves.items()
+        unknown = ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
+        yield from (leaf for path, item in unknown for leaf in _unknown_leaves(path, item))
     else:
-        yield name, value
+        yield from _unknown_leaves(name, value)
+
+
+def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of an unknown key's value if any has a hint of its own, or else the key itself."""
+    leaves = dict(_flatten(path, value))
+    has_hint = any(advice_for(leaf) or guess_key(leaf) for leaf in leaves)
+    yield from leaves.items() if has_hint else [(path, value)]
 
 
 def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:

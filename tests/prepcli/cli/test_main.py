@@ -147,6 +147,16 @@ def test_no_command_is_a_usage_error_with_help() -> None:
             ["train", "x.toml", "--quite"],
             "error: `prep train` has no option `--quite`\n hint: did you mean `--quiet`?\n",
         ),
+        (
+            ["train", "x.toml", "--learning_rate", "4e-6", "--do_train", "--block_size=1024", "--out", "r", "--zzz"],
+            "error: `prep train` has no option `--learning_rate` and 3 others\n"
+            "  why: `--learning_rate` - `--set optimizer.lr=4e-6`\n"
+            "       `--do_train` - `prep train` trains, and evaluates if there is data for it: `data.eval_path` or "
+            "`data.holdout`\n"
+            "       `--block_size` - `--set data.seq_length=1024`\n"
+            "       `--zzz`\n"
+            " hint: `prep recipes` lists examples, and `--set KEY=VALUE` changes a key\n",
+        ),
         (["--zzz"], "error: `prep` has no option `--zzz`\n hint: `prep --help`\n"),
         (
             ["models", "lama"],

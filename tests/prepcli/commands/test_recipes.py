@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import recipes_folder
+from prepcli.commands.recipes import find_recipe, recipes_folder
+from prepcli.errors import FAILED, OK, USAGE, UsageError
 
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.toml"))
 
@@ -18,7 +20,9 @@ def test_recipes_lists_every_recipe(capsys: pytest.CaptureFixture[str]):
     assert main(["recipes", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)["recipes"]
     assert [entry["name"] for entry in entries] == NAMES
-    assert all(entry["summary"] for entry in entries)
+    assert all(entry["summary"] and entry["devices"] >= 1 for entry in entries)
+    models = {entry["name"]: entry["model"] for entry in entries}
+    assert (models["gpt-neo-1.3b"], models["llama-7b-32k"]) == ("gpt-neo-1.3B", "llama-7b")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,3 +37,49 @@ def test_recipes_suggests_a_similar_name(capsys: pytest.CaptureFixture[str]):
     error = capsys.readouterr().err
     assert "unknown recipe `lama-7b`" in error
     assert "did you mean `llama-7b`?" in error
+
+
+def test_recipes_copy_writes_the_file_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    shipped = (recipes_folder() / "gpt2.toml").read_bytes()
+    assert main(["recipes", "copy", "gpt2"]) == OK
+    assert main(["recipes", "copy", "gpt2", "--out", "mine.toml"]) == OK
+    assert capsys.readouterr().out == "gpt2.toml\nmine.toml\n"
+    assert Path("gpt2.toml").read_bytes() == Path("mine.toml").read_bytes() == shipped
+    Path("mine.toml").write_text("changed")
+    assert main(["recipes", "copy", "gpt2", "--out", "mine.toml"]) == FAILED
+    assert Path("mine.toml").read_text() == "changed"
+    assert main(["recipes", "copy", "gpt2", "--out", "no/folder.toml"]) == FAILED
+
+
+@pytest.mark.parametrize("words", [["copy"], ["copy", "gtp2"], ["gpt2", "llama-7b"], ["gpt2", "--out", "a.toml"]])
+def test_recipes_rejects_words_without_meaning(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", *words]) == USAGE
+    assert "prep recipes copy" in capsys.readouterr().err or words[-1] == "gtp2"
+    assert not list(tmp_path.iterdir())
+
+
+def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(Path("gpt2")) == recipes_folder() / "gpt2.toml"
+    assert find_recipe(Path("gpt2.toml")) == Path("gpt2.toml")
+    assert find_recipe(Path("folder/gpt2")) == Path("folder/gpt2")
+    Path("gpt2.toml").touch()
+    with pytest.raises(UsageError, match="`gpt2` is ambiguous"):
+        find_recipe(Path("gpt2"))
+    Path("gpt2").mkdir()
+    assert find_recipe(Path("gpt2")) == Path("gpt2")
+
+
+def test_train_takes_the_name_of_a_shipped_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["train", "gpt2", "--set", "mesh=8,1,1"]) != OK
+    assert "data/train.jsonl" in capsys.readouterr().err

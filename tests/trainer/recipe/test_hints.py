@@ -120,6 +120,16 @@ def test_table_of_another_trainer_is_translated_by_key():
     ]
 
 
+def test_nested_table_of_another_trainer_is_translated_by_key():
+    error = error_of(GOOD + "[data_args]\nmode = 'clm'\n[data_args.train]\ndataset = 'c4'\ndataset_name = 'en'\n")
+    assert error.why.split("\n") == [
+        "x.toml:14: unknown key `data_args` - did you mean `data`?",
+        "x.toml:15: unknown key `data_args.mode` - `data.fields`: brackets for the encoder, none for clm",
+        'x.toml:17: unknown key `data_args.train.dataset` - `path = "hf://datasets/OWNER/c4"` in [data]',
+        'x.toml:18: unknown key `data_args.train.dataset_name` - `config = "en"` in [data]',
+    ]
+
+
 def test_synonyms_stand_for_one_existing_key():
     assert {*SYNONYMS} <= {*KEY_SCHEMAS}
     names = [name for key_names in SYNONYMS.values() for name in key_names]
@@ -155,6 +165,15 @@ def test_setting_without_key_gives_advice(name: str):
         ("validation_split_percentage", 5, 0.05),
         ("validation_split_percentage", "five", "five"),
         ("learning_rate", 1.0, 1.0),
+        ("dataset_name", "wikitext", "hf://datasets/OWNER/wikitext"),
+        ("dataset_name", "owner/text", "hf://datasets/owner/text"),
+        ("dataset_name", "data/train.jsonl", "data/train.jsonl"),
+        ("train_dataset.huggingface_dataset.path", "c4", "hf://datasets/OWNER/c4"),
+        ("data_args.train.dataset", "cnn_dailymail", "hf://datasets/OWNER/cnn_dailymail"),
+        ("data_args.train.dataset_name", "en", "en"),
+        ("load_llama_config", "7b", "llama-7b"),
+        ("load_opt_config", "1.3b", "opt-1.3b"),
+        ("llama.base_model", "llama_7b", "llama-7b"),
     ],
 )
 def test_translate_value_returns_the_value_of_the_synonym(name: str, value: Any, translated: Any):

@@ -1,0 +1,50 @@
+"""The pages docs/how-to/migrate-from-*.md: what they name exists, and hints for old names agree with them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.doc_tables import check_names, code_in, recipe_keys, table_rows
+from trainer.recipe.synonyms import advice_for
+from trainer.recipe.tables import KEY_SCHEMAS
+from trainer.recipe.unknown_keys import guess_key, option_hint
+
+PAGES = sorted((Path(__file__).parents[3] / "docs" / "how-to").glob("migrate-from-*.md"))
+SETTING_TITLES = ("flag", "setting", "argument")  # first columns of tables with settings
+SETTING = re.compile(r"[a-z]\w*(\.\w+)*")
+NO_COUNTERPART = ("not needed", "not supported")
+SETTINGS = [  # page, setting of another system, cell with its counterparts
+    (page.stem, setting, cells[1])
+    for page in PAGES
+    for title, cells in table_rows(page)
+    if title in SETTING_TITLES and cells[0].startswith("`")
+    for setting in code_in(cells[0])
+]
+
+
+def test_each_system_has_a_page_with_settings():
+    systems = {f"migrate-from-{name}" for name in ("gpt-neo-example", "llamabpt", "flaxlm", "redco", "easylm")}
+    assert systems == {page.stem for page in PAGES} == {page for page, _, _ in SETTINGS}
+    assert all(SETTING.fullmatch(setting) for _, setting, _ in SETTINGS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_keys_and_commands_of_the_page_exist(page: Path, capsys: pytest.CaptureFixture[str]):
+    for title, cells in table_rows(page):
+        assert code_in(cells[1]) or cells[1] in NO_COUNTERPART, cells
+        if title != "redco":  # its table has commands with values
+            check_names(code_in(cells[1]), capsys)
+
+
+@pytest.mark.parametrize(("setting", "counterparts"), [values for _, *values in SETTINGS])
+def test_hint_for_a_setting_agrees_with_the_page(setting: str, counterparts: str):
+    keys, advice = recipe_keys(code_in(counterparts)), advice_for(setting)
+    assert advice or keys, "a setting without a key has advice"
+    if advice:
+        assert not keys or any(f"`{key}" in advice for key in keys)
+    elif setting not in KEY_SCHEMAS:
+        assert guess_key(setting) in keys
+        assert option_hint(f"--{setting}", "")
