@@ -21,7 +21,7 @@ from prepcli.testing.checkpoints import read_checkpoint
 from tests.helpers.adapters import make_adapter
 from tests.helpers.pickle_builder import make_torch_file
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
-from tests.helpers.training_folder import write_tokenizer
+from tests.helpers.training_folder import WORDS, write_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -60,6 +60,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     write_tokenizer(tmp_path / "gpt-neo-1.3B")
+    (tmp_path / "validation.txt").write_text(" ".join(WORDS * 4))
     make_adapter(tmp_path / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
     return tmp_path
 

@@ -198,7 +198,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "checkpoint.every_epochs": ("save_every_epochs", "save_ckpt_every_k_epochs"),
     "checkpoint.milestones": ("save_milestone_freq", "milestone_freq"),
     "checkpoint.best": (
-        "save_best", "load_best_model_at_end", "metric_for_best_model", "save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics",
+        "save_best", "load_best_model_at_end", "metric_for_best_model", "save_argmin_ckpt_by_metrics",
+        "save_argmax_ckpt_by_metrics",
     ),
     "checkpoint.dtype": ("float_dtype", "save_float_dtype", "save_bf16"),
     "checkpoint.push": ("push_to_hub", "hub_model_id"),

@@ -36,7 +36,7 @@ class WandbLog:
         except ImportError:
             what, hint = "`log.wandb` needs Weights & Biases", "`pip install 'prepcli[wandb]'`"
             raise PrepError(what, "wandb is not installed", hint) from None
-        options = {"name": name} | {key: value for key, value in table.items() if key != "offline"}
+        options: dict[str, Any] = {"name": name} | {key: value for key, value in table.items() if key != "offline"}
         run_id = _read_id(folder) if step else ""
         self._last_logged = logged if run_id else -1
         try:

@@ -20,9 +20,13 @@ def test_due_steps_are_exported_in_order():
     assert exported == [2, 4, 6]
 
 
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
 def test_steps_are_in_use_until_their_export_ends():
     may_end = threading.Event()
-    exports = StepExports(1, export=lambda step: may_end.wait() and None, warn=print)
+    exports = StepExports(1, export=lambda step: _wait(may_end), warn=print)
     exports.start_missing([1, 2])
     assert set(exports.in_use()) == {1, 2}
     may_end.set()
