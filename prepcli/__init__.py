@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from prepcli.api.evaluation import evaluate
     from prepcli.api.flax_models import from_hf_flax, linen_model, nnx_model, to_hf_flax
+    from prepcli.api.harness import harness_model
     from prepcli.api.options import (
         ConversionOptions,
         DropOptions,
@@ -94,6 +95,7 @@ __all__ = [
     "export",
     "from_hf_flax",
     "generate",
+    "harness_model",
     "inspect",
     "linen_model",
     "load_params",
@@ -118,6 +120,7 @@ _MODULES = {
     "prepcli.api.compute": ("generate", "load_params", "train"),
     "prepcli.api.evaluation": ("evaluate",),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
+    "prepcli.api.harness": ("harness_model",),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.reporting": ("report",),
     "prepcli.api.results": (

@@ -25,6 +25,9 @@ FUNCTION_SECTIONS = {
     "prepcli.api.conversions": "Convert",
     "prepcli.api.checks": "Check",
     "prepcli.api.compute": "Compute",
+    "prepcli.api.evaluation": "Evaluate",
+    "prepcli.api.harness": "Standard tasks",
+    "prepcli.api.reporting": "Report",
     "prepcli.api.saving": "Save",
     "prepcli.api.flax_models": "Flax",
 }

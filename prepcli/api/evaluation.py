@@ -49,7 +49,7 @@ def evaluate(
         fields: Columns of the text, as `data.fields` of a recipe.
         seq_length: Tokens per sequence; default: the positions of the model, at most 1024.
         overrides: Recipe keys of [data] and [model], such as "data.source_length=512".
-        tokenizer: A tokenizer.json; default: the checkpoint's.
+        tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.
         cache: Folder that keeps the tokens for later calls; default: none.
         limit: Sequences of each source; 0: all.
         batch_size: Sequences per batch, rounded up to a multiple of the mesh's dp x fsdp.

@@ -1,9 +1,9 @@
 """Run the tasks of the LM Evaluation Harness (lm-eval) on any checkpoint. The functions import jax.
 
 import lm_eval
-from prepcli.api.harness import harness_model
+import prepcli as prep
 
-with harness_model("gpt-neo-1.3B-init") as model:
+with prep.harness_model("gpt-neo-1.3B-init") as model:
     lm_eval.simple_evaluate(model=model, tasks=["lambada_openai"])
 """
 
@@ -202,7 +202,7 @@ def harness_model(
         dtype: "float32" or "bfloat16"; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row; default: the positions of the model, at most 2048.
-        tokenizer: A tokenizer.json; default: the checkpoint's.
+        tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.
         verify: Compare the weights with the checkpoint's checksums or digests.
         **options: See `SourceOptions`.
 
