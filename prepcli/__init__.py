@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
     from prepcli.api.saving import save_params
+    from prepcli.commands.token_stream import NewTokens
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -62,6 +63,7 @@ __all__ = [
     "MergeOptions",
     "ModuleOptions",
     "NewRowOptions",
+    "NewTokens",
     "OutputExistsError",
     "PadVocabOptions",
     "Plan",
@@ -103,6 +105,7 @@ _MODULES = {
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
     "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
     "prepcli.api.saving": ("save_params",),
+    "prepcli.commands.token_stream": ("NewTokens",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -14,6 +14,7 @@ from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
 from prepcli.commands.conversion import open_checkpoint
+from prepcli.commands.token_stream import NewTokens
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.restore.params import open_model
@@ -84,6 +85,7 @@ def generate(
     dtype: ComputeDtype | None = None,
     batch_size: PositiveInt = 16,
     verify: bool = True,
+    on_tokens: Callable[[NewTokens], None] | None = None,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Generation:
@@ -103,6 +105,7 @@ def generate(
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Prompts per batch.
         verify: Compare the weights with the checkpoint's checksums or digests.
+        on_tokens: Called with the next tokens of a prompt and their text as they are decoded. See `NewTokens`.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -125,11 +128,12 @@ def generate(
         dtype=dtype,
         batch_size=batch_size,
         verify=verify,
+        on_tokens=on_tokens,
     )
     outcome = run_silently("generate", lambda ui: generate_command.generate(request, ui), progress)
     fields: Any = outcome.report.fields
     return Generation(
-        texts=tuple(fields["texts"]),
+        texts=tuple(fields["texts"] or [None] * len(fields["tokens"])),
         tokens=tuple(map(tuple, fields["tokens"])),
         ended=tuple(fields["ended"]),
         tokens_per_s=fields["tokens_per_s"],
