@@ -31,6 +31,7 @@ def load_params(
     *,
     dtype: ComputeDtype = "float32",
     verify: bool = True,
+    ema: bool = False,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Tree:
@@ -45,6 +46,7 @@ def load_params(
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
         dtype: Dtype of the arrays, "float32" or "bfloat16".
         verify: Compare every byte with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -58,7 +60,7 @@ def load_params(
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
     ui = silent_ui("load-params", progress)
-    located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
+    located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_model(
         source,
         located.local_files.path,
@@ -85,6 +87,7 @@ def generate(
     dtype: ComputeDtype | None = None,
     batch_size: PositiveInt = 16,
     verify: bool = True,
+    ema: bool = False,
     on_tokens: Callable[[NewTokens], None] | None = None,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
@@ -105,6 +108,7 @@ def generate(
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Prompts per batch.
         verify: Compare the weights with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
         on_tokens: Called with the next tokens of a prompt and their text as they are decoded. See `NewTokens`.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
@@ -118,7 +122,7 @@ def generate(
         PrepError: The checkpoint, its tokenizer or the devices cannot be used.
     """
     request = generate_command.GenerateRequest(
-        common_options(checkpoint, None, options),
+        common_options(checkpoint, None, {**options, "ema": ema}),
         prompt_texts=as_tuple(prompts),
         prompt_ids=tuple(",".join(map(str, ids)) for ids in tokens),
         tokenizer=Path(tokenizer) if tokenizer is not None else None,

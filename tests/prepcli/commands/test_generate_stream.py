@@ -49,10 +49,9 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def open_terminal(monkeypatch: pytest.MonkeyPatch, **options: int) -> Terminal:
     """Replace stdout by a terminal."""
-    terminal = Terminal()
+    terminal = Terminal(**options)
     monkeypatch.setattr(sys, "stdout", terminal)
     return terminal
 
@@ -62,8 +61,7 @@ def test_one_prompt_streams_to_a_terminal(
     name: str, prompt: str, work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     (text,) = run_json(capsys, "generate", name, "--prompt", prompt, *NEW_TOKENS)["texts"]
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
+    terminal = open_terminal(monkeypatch)
     assert main(["generate", name, "--prompt", prompt, *NEW_TOKENS]) == 0
     assert terminal.getvalue() == text + "\n"
     assert [piece for piece in terminal.writes if piece.strip()] == [
@@ -71,21 +69,22 @@ def test_one_prompt_streams_to_a_terminal(
     ]
 
 
-def test_token_ids_stream_without_tokenizer(work_dir: Path, terminal: Terminal):
+def test_token_ids_stream_without_tokenizer(work_dir: Path, monkeypatch: pytest.MonkeyPatch):
     Path("tiny/tokenizer.json").unlink()
+    terminal = open_terminal(monkeypatch)
     assert main(["generate", "tiny", "--tokens", "3,1", *NEW_TOKENS]) == 0
     assert len(terminal.writes) > 9
     assert len(terminal.getvalue().strip().split(",")) == 9
 
 
-def test_several_prompts_print_one_line_each(work_dir: Path, terminal: Terminal):
+def test_several_prompts_print_one_line_each(work_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    terminal = open_terminal(monkeypatch)
     assert main(["generate", "tiny", "--prompt", "w3", "--prompt", "w1", *NEW_TOKENS]) == 0
     assert len(terminal.getvalue().splitlines()) == 2
 
 
 def test_interrupt_keeps_printed_text(work_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    terminal = Terminal(interrupt_after=3)
-    monkeypatch.setattr(sys, "stdout", terminal)
+    terminal = open_terminal(monkeypatch, interrupt_after=3)
     assert main(["generate", "tiny", "--prompt", "w3 w1", *NEW_TOKENS]) == 130
     assert terminal.getvalue() == "".join(terminal.writes)
     assert terminal.getvalue().endswith("\n")

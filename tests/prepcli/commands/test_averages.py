@@ -1,0 +1,75 @@
+"""`--ema`: the moving average of a run's parameters in place of the parameters, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepcli as prep
+from tests.helpers.optimizers import make_optimizer
+from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.tiny_checkpoints import same_bits
+from tests.helpers.training_states import save_steps
+from tests.prepcli.commands.test_optimizer_states import FREEZE, make_run
+from trainer.models.param_tree import Tree, flatten_tree
+
+
+@pytest.fixture
+def run_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
+    """Make `run`, and `averaged`, a run whose parameters are the averages of `run`; return the averages."""
+    monkeypatch.chdir(tmp_path)
+    state = make_run("llama", make_optimizer("adamw", ema=0.9))
+    prefix = "opt_state.ema."
+    averages = {f"params.{name.removeprefix(prefix)}": leaf for name, leaf in state.items() if name.startswith(prefix)}
+    save_steps(Path("averaged"), Path("m-init"), {4: state | averages}, mesh="1,1,4")
+    return averages
+
+
+def assert_equal_averages(params: Tree, averages: Mapping[str, np.ndarray]) -> None:
+    """Assert that parameters have the bits of the averages."""
+    leaves = {f"params.{path}": np.asarray(leaf) for path, leaf in flatten_tree(params).items()}
+    assert {*leaves} == {*averages}
+    assert all(same_bits(leaf, averages[name]) for name, leaf in leaves.items())
+
+
+def test_export_of_averages_equals_export_of_parameters(run_state: dict[str, np.ndarray]):
+    run_ok("export", "run", "--ema", "--out", "a")
+    run_ok("export", "averaged", "--out", "b")
+    names = sorted(path.name for path in Path("a").glob("*.safetensors"))
+    assert names
+    assert all(Path("a", name).read_bytes() == Path("b", name).read_bytes() for name in names)
+    run_ok("export", "run", "--out", "c")
+    assert Path("c", names[0]).read_bytes() != Path("a", names[0]).read_bytes()
+
+
+@pytest.mark.parametrize("mesh", [None, "1,2,4"])
+def test_load_params_reads_averages(run_state: dict[str, np.ndarray], mesh: str | None):
+    assert_equal_averages(prep.load_params("run", mesh, ema=True), run_state)
+
+
+def test_averages_of_resharded_run_load(run_state: dict[str, np.ndarray]):
+    """Layers on axis 1 are stacked on axis 0 while they are read."""
+    run_ok("reshard", "run", "--scan-axis", "1", "--out", "across")
+    assert_equal_averages(prep.load_params("across", "1,2,4", ema=True), run_state)
+
+
+def test_generate_computes_with_averages(run_state: dict[str, np.ndarray], capsys: pytest.CaptureFixture[str]):
+    words = ("--tokens", "3,1,4", "--max-new-tokens", "4")
+    capsys.readouterr()
+    averaged = run_json(capsys, "generate", "averaged", *words)["tokens"]
+    assert run_json(capsys, "generate", "run", "--ema", *words)["tokens"] == averaged
+    assert run_json(capsys, "generate", "run", *words)["tokens"] != averaged
+
+
+def test_checkpoints_without_averages_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_run("llama", make_optimizer("adamw", **FREEZE))
+    capsys.readouterr()
+    lines = error_lines(capsys, "export", "m-init", "--ema")
+    assert lines[0] == "error: m-init has no averaged parameters"
+    assert lines[2] == " hint: remove `--ema`"
+    lines = error_lines(capsys, "generate", "run", "--ema", "--tokens", "1")
+    assert lines[0] == "error: run has averages of some parameters only"
