@@ -8,7 +8,7 @@ Axes: B rows of the batch, T new tokens, S slots of tokens and of the KV cache, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,12 +16,14 @@ from jax import Array, lax
 
 from trainer.generation.sampling import Sampling, sample_tokens
 from trainer.models.architecture import FULL_ATTENTION
+from trainer.models.attention_kernels import MAX_DENSE_LENGTH
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
 from trainer.nn import transformer
 from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.nn.kv_cache import KVCache, empty_kv_cache
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
@@ -108,6 +110,7 @@ def encode_sources(
         model: A model with an encoder.
         forward_config: Execution options.
     """
+    forward_config = _for_length(forward_config, sources.shape[1])
     encoder_output = transformer.encode(params, sources, model, forward_config, source_mask)
     return transformer.precompute_cross_kv(params, encoder_output, model, forward_config)
 
@@ -134,8 +137,19 @@ def prefill(
     Returns:
         The state with `count` slots in its cache and the next tokens in slot `count`.
     """
+    forward_config = _for_length(forward_config, count)
     state = DecodeState(batch, init_kv_cache(model, batch.tokens.shape, forward_config))
     return _decode_and_sample(params, state, batch.tokens[:, :count], model, forward_config, generation_config)
+
+
+def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
+    """Return the options of a pass over `length` tokens at once: attention of many tokens is blockwise.
+
+    Its memory is then linear in the length.
+    """
+    if length <= MAX_DENSE_LENGTH or forward_config.attention_options.kernel != "reference":
+        return forward_config
+    return replace(forward_config, attention_options=AttentionOptions("blockwise"))
 
 
 def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: ForwardConfig) -> KVCache:

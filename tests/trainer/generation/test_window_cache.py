@@ -1,4 +1,4 @@
-"""Tests of decoding with rings of slots for layers with a sliding window, against a cache of all slots."""
+"""Tests of the memory and results of the KV cache: rings of slots for sliding windows, and prefill in tiles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax import Array, lax
 
 from prepcli.testing.tiny_transformers import TinyTransformer, random_tensors, tiny_transformer
 from tests.helpers.slow_cases import slow_except
-from tests.helpers.tiny_configs import AMBIGUOUS, GOLDEN
+from tests.helpers.tiny_configs import GOLDEN, NEWER_FAMILY_VARIANTS
 from trainer.generation import decode
 from trainer.generation.decode import GenerationConfig
-from trainer.generation.generator import Generator
+from trainer.generation.generator import Generator, _make_prompt_batch
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.models.param_tree import Tree
 from trainer.nn import kv_cache, transformer
@@ -25,7 +25,7 @@ from trainer.nn.model_spec import ForwardConfig
 
 CONFIGS: dict[str, Any] = {
     **{name: GOLDEN[name] for name in ("mistral", "gemma2", "gemma3_text", "gpt_neo")},
-    "phi3": AMBIGUOUS["phi3-window"],
+    "phi3": NEWER_FAMILY_VARIANTS["phi3-window"],
 }
 START_SLOTS, PREFILL_LENGTH, LENGTH = np.array([0, 3, 6]), 9, 24  # windows are 3 to 5 slots
 
@@ -90,3 +90,34 @@ def test_cache_of_mistral_does_not_grow_with_length():
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
 
     assert cache_nbytes(100_000) == cache_nbytes(100) < cache_nbytes(4) * 2
+
+
+@pytest.mark.parametrize("name", slow_except(("gemma3_text", "t5"), ("gemma3_text",)))
+def test_prefill_in_tiles_generates_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch):
+    tiny = tiny_transformer(GOLDEN[name])
+    params, prompts = tiny.params_from_tensors(random_tensors(GOLDEN[name])), [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 7]]
+    encoder_inputs = ([[0]] * len(prompts), prompts) if name == "t5" else (prompts,)
+
+    def generate() -> list[list[int]]:
+        config = GenerationConfig(6)
+        generator = Generator(params, tiny.model, forward_config=ForwardConfig(), generation_config=config)
+        return generator.generate(*encoder_inputs)
+
+    dense = generate()
+    monkeypatch.setattr(decode, "MAX_DENSE_LENGTH", 8)
+    assert generate() == dense
+
+
+def test_prefill_memory_is_linear_in_the_prompt():
+    tiny, params = random_params("mistral")
+    config = GenerationConfig(1)
+
+    def temp_nbytes(length: int) -> int:
+        batch = jax.eval_shape(lambda: _make_prompt_batch([[1] * length], length, 1, 1, 0))
+        options: dict[str, Any] = {"model": tiny.model, "forward_config": ForwardConfig(), "generation_config": config}
+        compiled = jax.jit(partial(decode.prefill, count=length, **options)).lower(params, batch).compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    assert temp_nbytes(4096) < 3 * temp_nbytes(2048)
