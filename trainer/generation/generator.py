@@ -122,18 +122,12 @@ class Generator:
             encoder_inputs = _replicate(_pad_sources(sources, rows), sharding)
             batch = batch._replace(encoder_output=self._encode_sources(self.params, *encoder_inputs))
         state = self._prefill(self.params, batch, count=slots)
-        num_reported = 0
-
-        def fetch_new_tokens() -> list[list[int]]:
-            tokens = _fetch(state.batch.tokens, sharding)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
-            return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in tokens]
+        output = _OutputRows(len(prompts), slots, self.generation_config.eos_token_ids)
 
         def report_progress() -> None:
-            nonlocal num_reported
             on_progress(_num_new_tokens(state, slots))
             if on_tokens is not None:
-                on_tokens([row[num_reported:] for row in fetch_new_tokens()])
-                num_reported = _num_new_tokens(state, slots)
+                on_tokens(output.fetch(state, sharding))
 
         next_steps = _fixed_steps if on_tokens is None or not _is_addressable(sharding) else _StreamPace().next_steps
         stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps)
@@ -148,7 +142,8 @@ class Generator:
             else:
                 state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
         report_progress()
-        return fetch_new_tokens()
+        output.fetch(state, sharding)
+        return output.rows
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
         """Return the slots where a row exceeds the original positions of a longrope embedding.
@@ -158,6 +153,34 @@ class Generator:
         """
         limits = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
         return {slots - len(prompt) + limit + 1 for prompt in prompts for limit in limits}
+
+
+class _OutputRows:
+    """The new tokens of each prompt, fetched from the devices.
+
+    Attributes:
+        rows: The tokens so far, up to and including the first end token.
+    """
+
+    def __init__(self, num_prompts: int, first_slot: int, eos_token_ids: Sequence[int]) -> None:
+        """Start before the first token, which is in slot `first_slot`."""
+        self.rows: list[list[int]] = [[] for _ in range(num_prompts)]
+        self._next_slot, self._eos_token_ids = first_slot, eos_token_ids
+
+    def fetch(self, state: DecodeState, sharding: ShardingContext) -> list[list[int]]:
+        """Add the tokens since the last call, and return them."""
+        stop = int(state.kv_cache.length) + 1
+        tokens = _fetch(state.batch.tokens, sharding)[: len(self.rows), self._next_slot : stop]
+        self._next_slot = stop
+        return [self._extend(row, new.tolist()) for row, new in zip(self.rows, tokens)]
+
+    def _extend(self, row: list[int], tokens: list[int]) -> list[int]:
+        """Add tokens to a row, unless it has ended, and return those added."""
+        if row and row[-1] in self._eos_token_ids:
+            return []
+        added = _truncate_after_eos(tokens, self._eos_token_ids)
+        row += added
+        return added
 
 
 def check_prompts(

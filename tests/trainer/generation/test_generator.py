@@ -256,13 +256,19 @@ def test_rows_end_after_their_first_eos_token():
 def test_new_tokens_arrive_during_decoding(delay_s: float, monkeypatch: pytest.MonkeyPatch):
     """Calls decode one token each if they are slow, and more tokens each time if they are fast."""
     monkeypatch.setattr(generator, "MAX_STREAM_DELAY_S", delay_s)
-    expected, received = sampled_on_one_device("gpt_neo"), list[Rows]()
-    eos_token_ids = (expected[0][3],)
-    gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, eos_token_ids=eos_token_ids))
-    output = gpt_neo.generate(PROMPTS, on_tokens=received.append)
+    received: list[Rows] = []
+    output = padded_generator("gpt_neo").generate(PROMPTS, on_tokens=received.append)
+    assert output == sampled_on_one_device("gpt_neo")
     assert [[token for call in received for token in call[row]] for row in range(len(PROMPTS))] == output
-    assert output[0] == expected[0][:4]
     assert [len(call[1]) for call in received] == ([1] * 9 if delay_s == 0 else [1, 1, 2, 4, 1])
+
+
+def test_new_tokens_end_with_their_row():
+    unlimited, received = sampled_on_one_device("gpt_neo"), list[Rows]()
+    gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, eos_token_ids=(unlimited[0][3],)))
+    output = gpt_neo.generate(PROMPTS, on_tokens=received.append)
+    assert output[0] == unlimited[0][: unlimited[0].index(unlimited[0][3]) + 1]
+    assert [[token for call in received for token in call[row]] for row in range(len(PROMPTS))] == output
 
 
 def test_one_new_token_needs_no_decode_loop():
