@@ -42,9 +42,16 @@ if TYPE_CHECKING:
         SaveInitOptions,
         SourceOptions,
     )
-    from prepcli.api.results import Conversion, Generation, Inspection, TensorSummary, TrainingRun, Verification
+    from prepcli.api.results import (
+        Conversion,
+        Generation,
+        Inspection,
+        NewTokens,
+        TensorSummary,
+        TrainingRun,
+        Verification,
+    )
     from prepcli.api.saving import save_params
-    from prepcli.commands.token_stream import NewTokens
     from prepcli.console.progress import Progress
     from prepcli.errors import DamagedError, OutputExistsError, PrepError, UsageError
     from prepcli.planning.plan import Plan
@@ -103,9 +110,16 @@ _MODULES = {
     "prepcli.api.compute": ("generate", "load_params", "train"),
     "prepcli.api.flax_models": ("from_hf_flax", "linen_model", "nnx_model", "to_hf_flax"),
     "prepcli.api.options": tuple(name for name in __all__ if name.endswith("Options")),
-    "prepcli.api.results": ("Conversion", "Generation", "Inspection", "TensorSummary", "TrainingRun", "Verification"),
+    "prepcli.api.results": (
+        "Conversion",
+        "Generation",
+        "Inspection",
+        "NewTokens",
+        "TensorSummary",
+        "TrainingRun",
+        "Verification",
+    ),
     "prepcli.api.saving": ("save_params",),
-    "prepcli.commands.token_stream": ("NewTokens",),
     "prepcli.console.progress": ("Progress",),
     "prepcli.errors": ("DamagedError", "OutputExistsError", "PrepError", "UsageError"),
     "prepcli.planning.plan": ("Plan",),

@@ -34,7 +34,16 @@ PURE_MODULES = {
 COMPUTES = {  # modules that start jax, or list its devices
     *(
         f"prepcli.commands.{name}"
-        for name in ("env", "train", "generate", "plan_compile", "train_checks", "train_files", "train_folder")
+        for name in (
+            "env",
+            "train",
+            "generate",
+            "token_stream",
+            "plan_compile",
+            "train_checks",
+            "train_files",
+            "train_folder",
+        )
     ),
     *(
         f"prepcli.commands.train_{name}"

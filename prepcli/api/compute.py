@@ -9,12 +9,11 @@ from typing import Any, Literal, Unpack
 from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
 from prepcli.api.public import public
-from prepcli.api.results import Generation, TrainingRun
+from prepcli.api.results import Generation, NewTokens, TrainingRun
 from prepcli.api.session import run_silently, silent_ui
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
 from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.token_stream import NewTokens
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.progress import Progress
 from prepcli.restore.params import open_model
@@ -132,7 +131,7 @@ def generate(
         dtype=dtype,
         batch_size=batch_size,
         verify=verify,
-        on_tokens=on_tokens,
+        on_tokens=on_tokens and (lambda prompt, ids, text: on_tokens(NewTokens(prompt, tuple(ids), text))),
     )
     outcome = run_silently("generate", lambda ui: generate_command.generate(request, ui), progress)
     fields: Any = outcome.report.fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
-from prepcli.commands.token_stream import NewTokens, TokenStream
+from prepcli.commands.token_stream import TokenCallback, TokenStream
 from prepcli.commands.train import silence_jax
 from prepcli.commands.train_start import check_without_checksums
 from prepcli.commands.train_together import run_together
@@ -56,7 +56,7 @@ class GenerateRequest:
     dtype: str | None = None  # None: bfloat16 if all parameters have it, else float32
     batch_size: int = 16
     verify: bool = True  # check the bytes against their checksums
-    on_tokens: Callable[[NewTokens], None] | None = None  # receives tokens as they are decoded
+    on_tokens: TokenCallback | None = None  # receives tokens as they are decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ def _open_stream(
         yield TokenStream(decoders, request.on_tokens)
     elif len(prompts.ids) == 1 and ui.can_stream:
         with ui.stream_line() as write:
-            yield TokenStream(decoders, lambda new_tokens: write(new_tokens.text))
+            yield TokenStream(decoders, lambda prompt, ids, text: write(text))
     else:
         yield None
 

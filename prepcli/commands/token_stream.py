@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer.data.incremental_decoder import IncrementalDecoder
 
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """The next tokens of a prompt.
-
-    Attributes:
-        prompt: Number of the prompt, from 0.
-        tokens: The token ids; empty for text that had to wait for the last token.
-        text: The next piece of the text. The pieces of a prompt add up to its text: a character without all of its
-            bytes waits for them. Without a tokenizer, token ids with commas.
-    """
-
-    prompt: int
-    tokens: tuple[int, ...]
-    text: str
+# Number of a prompt, its next token ids, and the next piece of its text
+TokenCallback = Callable[[int, Sequence[int], str], None]
 
 
 class TokenStream:
@@ -33,7 +19,7 @@ class TokenStream:
         texts: The text of each prompt so far.
     """
 
-    def __init__(self, decoders: Sequence[IncrementalDecoder], on_tokens: Callable[[NewTokens], None]) -> None:
+    def __init__(self, decoders: Sequence[IncrementalDecoder], on_tokens: TokenCallback) -> None:
         """Start before the first token.
 
         Args:
@@ -57,4 +43,4 @@ class TokenStream:
 
     def _pass_on(self, prompt: int, tokens: Sequence[int], text: str) -> None:
         self.texts[prompt] += text
-        self._on_tokens(NewTokens(prompt, tuple(tokens), text))
+        self._on_tokens(prompt, tokens, text)
