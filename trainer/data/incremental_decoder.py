@@ -56,5 +56,7 @@ class IncrementalDecoder:
         text = self._decode(self._ids[self._context_start :])
         if text.startswith(context):
             return text[len(context) :]
+        if self._start != self._first:
+            return ""  # the tokenizer changed the last piece
         # The preceding ids end within a character: the text is decoded without them, as `TextTokenizer.decode` does
         return self._decode(self._ids[self._first :])

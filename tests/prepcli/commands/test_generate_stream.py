@@ -93,9 +93,9 @@ def test_interrupt_keeps_printed_text(work_dir: Path, monkeypatch: pytest.Monkey
 
 def test_api_passes_on_new_tokens_of_each_prompt(work_dir: Path):
     received: list[prep.NewTokens] = []
-    prompts, options = ["w3 w1", "w5", "w1 w1"], {"max_new_tokens": 5, "batch_size": 2}
-    result = prep.generate("tiny", prompts, on_tokens=received.append, **options)
-    assert result.tokens == prep.generate("tiny", prompts, **options).tokens
+    prompts = ["w3 w1", "w5", "w1 w1"]
+    result = prep.generate("tiny", prompts, max_new_tokens=5, batch_size=2, on_tokens=received.append)
+    assert result.tokens == prep.generate("tiny", prompts, max_new_tokens=5, batch_size=2).tokens
     for prompt, (text, tokens) in enumerate(zip(result.texts, result.tokens)):
         parts = [new for new in received if new.prompt == prompt]
         assert "".join(part.text for part in parts) == text

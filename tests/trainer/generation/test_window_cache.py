@@ -27,7 +27,7 @@ CONFIGS: dict[str, Any] = {
     **{name: GOLDEN[name] for name in ("mistral", "gemma2", "gemma3_text", "gpt_neo")},
     "phi3": NEWER_FAMILY_VARIANTS["phi3-window"],
 }
-START_SLOTS, PREFILL_LENGTH, LENGTH = np.array([0, 3, 6]), 9, 24  # windows are 3 to 5 slots
+START_SLOTS, PREFILL_LENGTH, LENGTH = (0, 3, 6), 9, 24  # windows are 3 to 5 slots
 
 
 def use_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +38,12 @@ def use_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def prefilled_logits(tiny: TinyTransformer, params: Tree, tokens: Array) -> Array:
     """Prefill the first tokens, decode the others one at a time, and return the logits after each step."""
     step = partial(decode.decode_step, params, model=tiny.model, forward_config=ForwardConfig())
+    start_slots = jnp.array(START_SLOTS)
     cache = decode.init_kv_cache(tiny.model, tokens.shape, ForwardConfig())
-    logits, cache = step(cache, tokens[:, :PREFILL_LENGTH], START_SLOTS)
+    logits, cache = step(cache, tokens[:, :PREFILL_LENGTH], start_slots)
 
     def decode_one(cache: KVCache, column: Array) -> tuple[KVCache, Array]:
-        logits, cache = step(cache, column[:, None], START_SLOTS)
+        logits, cache = step(cache, column[:, None], start_slots)
         return cache, logits
 
     return jnp.concatenate([logits[None], lax.scan(decode_one, cache, tokens[:, PREFILL_LENGTH:].T)[1]])
@@ -58,7 +59,7 @@ def random_params(name: str) -> tuple[TinyTransformer, Tree]:
 @pytest.mark.parametrize("name", slow_except(CONFIGS, ("mistral", "gemma2", "gpt_neo")))
 def test_ring_logits_equal_those_of_full_cache(name: str, monkeypatch: pytest.MonkeyPatch):
     tiny, params = random_params(name)
-    tokens = np.random.default_rng(1).integers(0, 29, (len(START_SLOTS), LENGTH), dtype=np.int32)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 29, (len(START_SLOTS), LENGTH), dtype=np.int32))
     logits = prefilled_logits(tiny, params, tokens)
     for row, start in enumerate(START_SLOTS):
         whole = transformer.compute_logits(params, tokens[row : row + 1, start:], tiny.model, ForwardConfig())
