@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
@@ -129,7 +130,8 @@ class Generator:
             if on_tokens is not None:
                 on_tokens(output.fetch(state, sharding))
 
-        next_steps = _fixed_steps if on_tokens is None or not _is_addressable(sharding) else _StreamPace().next_steps
+        is_paced = on_tokens is not None and _shared_sharding(sharding) is None
+        next_steps = _StreamPace().next_steps if is_paced else _fixed_steps
         stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps)
         for slot, is_recomputed in stops:
             report_progress()
@@ -255,9 +257,9 @@ def _make_prompt_batch(
 
 def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
     """Place the inputs of a batch on all devices of a mesh that other processes share; all have equal inputs."""
-    if _is_addressable(sharding):
+    replicated = _shared_sharding(sharding)
+    if replicated is None:
         return arrays
-    replicated = sharding.replicated_sharding()
 
     def place(array: Array) -> Array:
         host = np.asarray(array)
@@ -266,10 +268,10 @@ def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
     return jax.tree.map(place, arrays)
 
 
-def _is_addressable(sharding: ShardingContext) -> bool:
-    """Return whether this process can address all devices of a mesh."""
+def _shared_sharding(sharding: ShardingContext) -> NamedSharding | None:
+    """Return the sharding of replicated arrays on a mesh that other processes share; None for other meshes."""
     replicated = sharding.replicated_sharding()
-    return replicated is None or replicated.is_fully_addressable
+    return None if replicated is None or replicated.is_fully_addressable else replicated
 
 
 def _fetch(array: Array, sharding: ShardingContext) -> np.ndarray:
