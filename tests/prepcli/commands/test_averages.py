@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import prepcli as prep
 from tests.helpers.optimizers import make_optimizer
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import same_bits
+from tests.helpers.training_folder import make_training_folder
 from tests.helpers.training_states import save_steps
+from tests.prepcli.commands.test_lora import LORA, read_leaves
 from tests.prepcli.commands.test_optimizer_states import FREEZE, make_run
 from trainer.models.param_tree import Tree, flatten_tree
 
@@ -73,3 +76,18 @@ def test_checkpoints_without_averages_are_errors(tmp_path: Path, monkeypatch: py
     assert lines[2] == " hint: remove `--ema`"
     lines = error_lines(capsys, "generate", "run", "--ema", "--tokens", "1")
     assert lines[0] == "error: run has averages of some parameters only"
+
+
+def test_export_of_averaged_adapters_has_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text() + LORA)
+    run_ok("train", "recipe.toml", "--set", "train.steps=3", "--set", "optimizer.ema=0.5", "--out", "run")
+    run_ok("export", "run", "--ema", "--out", "adapter")
+    leaves = read_leaves(Path("run/3"))
+    exported = load_file("adapter/adapter_model.safetensors").values()
+    for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
+        expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
+        values = (np.sort(np.concatenate([leaf.ravel() for leaf in side])) for side in (exported, expected))
+        assert np.array_equal(*values) == is_exported
