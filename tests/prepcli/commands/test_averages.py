@@ -89,5 +89,5 @@ def test_export_of_averaged_adapters_has_their_values(tmp_path: Path, monkeypatc
     exported = load_file("adapter/adapter_model.safetensors").values()
     for prefix, is_exported in (("opt_state.ema.", True), ("params.", False)):
         expected = [leaf for name, leaf in leaves.items() if name.startswith(prefix)]
-        values = (np.sort(np.concatenate([leaf.ravel() for leaf in side])) for side in (exported, expected))
-        assert np.array_equal(*values) == is_exported
+        values, other = (np.sort(np.concatenate([leaf.ravel() for leaf in side])) for side in (exported, expected))
+        assert np.array_equal(values, other) == is_exported
