@@ -43,6 +43,8 @@ COMPUTES = {  # modules that start jax, or list its devices
             "target_metrics",
             "generate",
             "model_files",
+            "open_params",
+            "token_stream",
             "plan_compile",
             "train_checks",
             "train_files",

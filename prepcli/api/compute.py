@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -10,7 +10,7 @@ from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.api.options import PathLike, SourceOptions, as_tuple, common_options
 from prepcli.api.parameters import open_parameters
 from prepcli.api.public import public
-from prepcli.api.results import Generation, TrainingRun
+from prepcli.api.results import Generation, NewTokens, TrainingRun
 from prepcli.api.session import run_silently
 from prepcli.commands import generate as generate_command
 from prepcli.commands import train as train_command
@@ -28,6 +28,7 @@ def load_params(
     *,
     dtype: ComputeDtype = "float32",
     verify: bool = True,
+    ema: bool = False,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Tree:
@@ -42,6 +43,7 @@ def load_params(
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
         dtype: Dtype of the arrays, "float32" or "bfloat16".
         verify: Compare every byte with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -54,6 +56,7 @@ def load_params(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
+    options = {**options, "ema": ema}
     with open_parameters(checkpoint, mesh, options, verify=verify, progress=progress) as opened:
         return opened.load(lambda path: dtype)
 
@@ -74,6 +77,8 @@ def generate(
     dtype: ComputeDtype | None = None,
     batch_size: PositiveInt = 16,
     verify: bool = True,
+    ema: bool = False,
+    on_tokens: Callable[[NewTokens], None] | None = None,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Generation:
@@ -93,6 +98,8 @@ def generate(
         dtype: Dtype of the computation; default: bfloat16 if all weights are bfloat16, otherwise float32.
         batch_size: Prompts per batch.
         verify: Compare the weights with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
+        on_tokens: Called with the next tokens of a prompt and their text as they are decoded. See `NewTokens`.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -105,7 +112,7 @@ def generate(
         PrepError: The checkpoint, its tokenizer or the devices cannot be used.
     """
     request = generate_command.GenerateRequest(
-        common_options(checkpoint, None, options),
+        common_options(checkpoint, None, {**options, "ema": ema}),
         prompt_texts=as_tuple(prompts),
         prompt_ids=tuple(",".join(map(str, ids)) for ids in tokens),
         tokenizer=Path(tokenizer) if tokenizer is not None else None,
@@ -115,11 +122,12 @@ def generate(
         dtype=dtype,
         batch_size=batch_size,
         verify=verify,
+        on_tokens=on_tokens and (lambda prompt, ids, text: on_tokens(NewTokens(prompt, tuple(ids), text))),
     )
     outcome = run_silently("generate", lambda ui: generate_command.generate(request, ui), progress)
     fields: Any = outcome.report.fields
     return Generation(
-        texts=tuple(fields["texts"]),
+        texts=tuple(fields["texts"] or [None] * len(fields["tokens"])),
         tokens=tuple(map(tuple, fields["tokens"])),
         ended=tuple(fields["ended"]),
         tokens_per_s=fields["tokens_per_s"],

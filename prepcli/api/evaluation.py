@@ -37,6 +37,7 @@ def evaluate(
     reduction: Literal["fast", "exact"] = "fast",
     metrics: str | Sequence[str] = (),
     verify: bool = True,
+    ema: bool = False,
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Evaluation:
@@ -44,8 +45,8 @@ def evaluate(
 
     Args:
         checkpoint: Folder, alias, hub id, URL, training run, or a step of one.
-        data: One or more files, folders or globs; each is a source with its own result. "NAME=PATH" names it.
-        type: Type of the files, "text" or "json"; default: by their suffix.
+        data: One or more files, folders, globs or URLs; each is a source with its own result. "NAME=PATH" names it.
+        type: Type of the files, as `data.type` of a recipe; default: by their suffix.
         fields: Columns of the text, as `data.fields` of a recipe.
         seq_length: Tokens per sequence; default: the positions of the model, at most 1024.
         overrides: Recipe keys of [data] and [model], such as "data.source_length=512".
@@ -59,6 +60,7 @@ def evaluate(
         metrics: Metrics of the targets that an encoder-decoder model generates from the sources: "rouge", "bleu",
             "exact_match".
         verify: Compare the weights with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
         progress: Receives the bytes downloaded, checked or tokenized; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -71,7 +73,7 @@ def evaluate(
         PrepError: The checkpoint, the data or the devices cannot be used.
     """
     request = EvaluateRequest(
-        common_options(checkpoint, None, options),
+        common_options(checkpoint, None, {**options, "ema": ema}),
         EvalData(
             (str(data),) if isinstance(data, str | Path) else tuple(map(str, data)),
             type=type,

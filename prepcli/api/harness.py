@@ -20,10 +20,10 @@ from prepcli.api.options import PathLike, SourceOptions, common_options
 from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.model_files import eos_token_ids, tokenizer_path
+from prepcli.commands.open_params import open_params
 from prepcli.commands.train import silence_jax
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.errors import PrepError, usage_error
-from prepcli.restore.params import OpenedModel, open_model
+from prepcli.restore.params import OpenedModel
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import TextTokenizer
@@ -190,6 +190,7 @@ def harness_model(
     max_length: int | None = None,
     tokenizer: PathLike | None = None,
     verify: bool = True,
+    ema: bool = False,
     **options: Unpack[SourceOptions],
 ) -> Iterator[Any]:
     """Open a checkpoint as a model of the LM Evaluation Harness.
@@ -204,6 +205,7 @@ def harness_model(
         max_length: Maximum tokens of a row; default: the positions of the model, at most 2048.
         tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.
         verify: Compare the weights with the checkpoint's checksums or digests.
+        ema: Take the moving average of a run's parameters.
         **options: See `SourceOptions`.
 
     Yields:
@@ -216,14 +218,8 @@ def harness_model(
     base = _harness_base()
     ui = silent_ui("eval")
     silence_jax(ui)
-    located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
-    with open_model(
-        source,
-        located.local_files.path,
-        mesh,
-        verify=verify,
-        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-    ) as opened:
+    located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
+    with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)

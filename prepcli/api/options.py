@@ -167,6 +167,7 @@ class ExportOptions(ConversionOptions, total=False):
         shard_size: Largest file, in bytes or as text such as "5GB" (the default).
         dtype: Dtype to cast to; default: as in the source.
         allow_overflow: Write infinity for values too large for `dtype`; default: False, which raises.
+        ema: Take the moving average of a run's parameters; default: False.
     """
 
     layout: Literal["hf", "hf-flax", "easylm"]
@@ -174,6 +175,7 @@ class ExportOptions(ConversionOptions, total=False):
     shard_size: PositiveInt | str
     dtype: Dtype | None
     allow_overflow: bool
+    ema: bool
 
 
 class MergeOptions(SourceOptions, total=False):
@@ -233,6 +235,7 @@ def common_options(checkpoint: PathLike, out: PathLike | None, options: Mapping[
         stream=options.get("stream", False),
         config=Path(config) if config is not None else None,
         allow_overflow=options.get("allow_overflow", False),
+        ema=options.get("ema", False),
     )
 
 

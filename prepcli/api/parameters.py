@@ -9,9 +9,9 @@ from typing import Any
 from prepcli.api.options import PathLike, common_options
 from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
-from prepcli.commands.train_start import check_without_checksums
+from prepcli.commands.open_params import open_params
 from prepcli.console.progress import Progress
-from prepcli.restore.params import OpenedModel, open_model
+from prepcli.restore.params import OpenedModel
 
 
 @contextmanager
@@ -29,11 +29,5 @@ def open_parameters(
     """
     ui = silent_ui("load-params", progress)
     located, source = open_checkpoint(common_options(checkpoint, None, options), ui)
-    with open_model(
-        source,
-        located.local_files.path,
-        mesh,
-        verify=verify,
-        on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-    ) as opened:
+    with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         yield opened

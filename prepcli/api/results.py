@@ -150,6 +150,22 @@ class Evaluation(EvaluationScores):
 
 
 @dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The next tokens of a prompt.
+
+    Attributes:
+        prompt: Number of the prompt, from 0.
+        tokens: The token ids; empty for text that had to wait for the last token.
+        text: The next piece of the text. The pieces of a prompt add up to its text: a character without all of its
+            bytes waits for them. Without a tokenizer, token ids with commas.
+    """
+
+    prompt: int
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A finished or stopped training run.
 

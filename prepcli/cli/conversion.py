@@ -14,6 +14,7 @@ from prepcli.cli.options import (
     CompressOption,
     ConfigOption,
     DtypeOption,
+    EmaOption,
     InitOption,
     MeshOption,
     OptionalCheckpointArgument,
@@ -213,6 +214,7 @@ def export(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository of --push private.")] = False,
     step: StepOption = None,
+    ema: EmaOption = False,
     *,
     write_options: WriteOptions,
     output_options: OutputOptions,
@@ -232,7 +234,7 @@ def export(
 
     ui = output_options.open_console("export", progress)
     common = _common_options(
-        context, checkpoint, write_options, step=step, config=config, allow_overflow=allow_overflow
+        context, checkpoint, write_options, step=step, ema=ema, config=config, allow_overflow=allow_overflow
     )
     with raise_on_signal():
         request = ExportRequest(
@@ -292,6 +294,7 @@ def _common_options(
     config: Path | None,
     step: str | None = None,
     allow_overflow: bool = False,
+    ema: bool = False,
 ) -> CommonOptions:
     """Return the options that all commands of this module share."""
     from prepcli.commands.conversion import CommonOptions, ProcessOptions
@@ -312,4 +315,5 @@ def _common_options(
         process_options=ProcessOptions(write_options.processes, write_options.workers, tuple(context.obj or ())),
         config=config,
         allow_overflow=allow_overflow,
+        ema=ema,
     )

@@ -11,6 +11,7 @@ import typer
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import (
     ConfigOption,
+    EmaOption,
     NoVerifyOption,
     OfflineOption,
     OptionalCheckpointArgument,
@@ -124,6 +125,7 @@ def evaluate(
     compute_options: ComputeOptions,
     step: StepOption = None,
     config: ConfigOption = None,
+    ema: EmaOption = False,
     no_verify: NoVerifyOption = False,
     revision: RevisionOption = None,
     offline: OfflineOption = False,
@@ -151,6 +153,7 @@ def evaluate(
         revision=revision,
         step=step,
         config=config,
+        ema=ema,
     )
     data = EvalData(
         tuple(data_options.data or ()),

@@ -162,6 +162,7 @@ ScanAxisOption = Annotated[
     int | None,
     typer.Option("--scan-axis", metavar="0|1", min=0, max=1, help="Stack the layers on this axis.", show_default=False),
 ]
+EmaOption = Annotated[bool, typer.Option("--ema", help="Take the moving average of a run's parameters.")]
 StepOption = Annotated[
     str | None,
     typer.Option(

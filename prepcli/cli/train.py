@@ -12,6 +12,7 @@ from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import (
     ConfigOption,
     DryRunOption,
+    EmaOption,
     NoVerifyOption,
     OfflineOption,
     OptionalCheckpointArgument,
@@ -169,6 +170,7 @@ def generate(
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="Run N prompts at a time.")] = 16,
     step: StepOption = None,
+    ema: EmaOption = False,
     config: ConfigOption = None,
     no_verify: NoVerifyOption = False,
     revision: RevisionOption = None,
@@ -196,6 +198,7 @@ def generate(
         revision=revision,
         step=step,
         config=config,
+        ema=ema,
     )
     request = GenerateRequest(
         common,

@@ -40,6 +40,7 @@ from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
 from prepcli.remote.retries import retry_policy_from_env
+from prepcli.sources.averages import use_averages
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import LocatedCheckpoint, locate
 from prepcli.sources.opening import open_source
@@ -65,6 +66,7 @@ class CommonOptions:
     stream: bool = False  # read from the hub without a local copy
     config: Path | None = None  # config.json, for a checkpoint without one
     allow_overflow: bool = False  # cast values that are too large to infinity
+    ema: bool = False  # take the moving average of a run's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def open_checkpoint(
     """Locate and open the checkpoint of the options.
 
     Args:
-        common: Options with the checkpoint, its step, revision and config.
+        common: Options with the checkpoint, its step, revision, config and choice of parameters.
         ui: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
 
@@ -101,7 +103,8 @@ def open_checkpoint(
         ui.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(ui, offline=common.offline, stream=common.stream, allow_urls=True)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
-    return located, open_source(located, common.config)
+    source = open_source(located, common.config)
+    return located, use_averages(source) if common.ema else source
 
 
 def make_access(ui: Ui, *, offline: bool, stream: bool = False, allow_urls: bool = False) -> Access:

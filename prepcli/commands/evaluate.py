@@ -15,15 +15,15 @@ from prepcli.commands.conversion import check_config_option, make_access, open_c
 from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
 from prepcli.commands.evaluation_recipe import evaluation_recipe
 from prepcli.commands.model_files import tokenizer_path
+from prepcli.commands.open_params import open_params
 from prepcli.commands.target_metrics import check_target_metrics, target_metrics
 from prepcli.commands.train import disable_fused_multiply_add, silence_jax
 from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_report import tokenize_progress
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import usage_error
-from prepcli.restore.params import OpenedModel, open_model
+from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 from trainer.recipe import Recipe
 
@@ -70,15 +70,7 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     ui.note(source_line(source))
     with ExitStack() as stack:
         stack.enter_context(catch_out_of_memory(OUT_OF_MEMORY_HINT))
-        opened = stack.enter_context(
-            open_model(
-                source,
-                located.local_files.path,
-                request.mesh,
-                verify=request.verify,
-                on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-            )
-        )
+        opened = stack.enter_context(open_params(located, source, request.mesh, verify=request.verify, ui=ui))
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-")))
         check_target_metrics(request.metrics, opened)
         recipes = _make_recipes(request, source, opened)

@@ -291,5 +291,6 @@ def _command_line(request: ExportRequest, source: Source) -> str:
         ("--shard-size", request.shard_nbytes if request.shard_nbytes != DEFAULT_SHARD_NBYTES else None),
         ("--true-vocab", request.true_vocab),
         ("--config", request.common.config),
+        ("--ema", request.common.ema),
     ]
     return format_command_line("export", source, options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +14,14 @@ from prepcli.commands.compute_together import compute_together
 from prepcli.commands.conflicts import check_needs
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
 from prepcli.commands.model_files import eos_token_ids, find_source_tokenizer
+from prepcli.commands.open_params import open_params
 from prepcli.commands.prompts import STDIN, parse_token_ids, read_prompts
+from prepcli.commands.token_stream import TokenCallback, TokenStream
 from prepcli.commands.train import silence_jax
-from prepcli.commands.train_start import check_without_checksums
 from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
-from prepcli.restore.params import OpenedModel, open_model
+from prepcli.restore.params import OpenedModel
 from prepcli.sources.source import Source
 
 if TYPE_CHECKING:
@@ -49,6 +52,7 @@ class GenerateRequest:
     dtype: str | None = None  # None: bfloat16 if all parameters have it, else float32
     batch_size: int = 16
     verify: bool = True  # check the bytes against their checksums
+    on_tokens: TokenCallback | None = None  # receives tokens as they are decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class _EncodedPrompts:
         """Return the decoder prompts and the encoder inputs (None without an encoder) of prompts `start:stop`."""
         ids = self.ids[start:stop]
         return (ids, None) if self.decoder_start_id is None else ([[self.decoder_start_id]] * len(ids), ids)
+
+    def decoded_prefixes(self) -> Sequence[Sequence[int]]:
+        """Return the ids that precede the text of each prompt; the decoder's start token is not part of a text."""
+        return self.ids if self.decoder_start_id is None else [()] * len(self.ids)
 
 
 def generate(request: GenerateRequest, ui: Ui) -> Report:
@@ -127,13 +135,7 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
     check_config_option(request.common, source)
     ui.note(source_line(source))
     with catch_out_of_memory(OUT_OF_MEMORY_HINT):
-        with open_model(
-            source,
-            located.local_files.path,
-            request.mesh,
-            verify=request.verify,
-            on_unchecked=lambda: check_without_checksums(source, source.tensors, ui),
-        ) as opened:
+        with open_params(located, source, request.mesh, verify=request.verify, ui=ui) as opened:
             model = opened.model
             tokenizer = _load_tokenizer(request, source, is_required=bool(texts))
             prompts = _encode_prompts(texts, ids, tokenizer=tokenizer, model=model, config=source.config)
@@ -220,11 +222,15 @@ def _generate_batches(
     count, start_s = len(prompts.ids), ui.clock()
     batch_size = min(request.batch_size, count)
     output_ids: list[list[int]] = []
-    for start in range(0, count, batch_size):
-        batch = prompts.batch(start, start + batch_size)
-        output_ids += generator.generate(*batch, first_row=start, min_rows=batch_size)
-        if count > batch_size:
-            ui.note(f"{len(output_ids):,} of {count:,} prompts done")
+    with _open_stream(request, prompts, tokenizer, ui) as stream:
+        for start in range(0, count, batch_size):
+            batch = prompts.batch(start, start + batch_size)
+            on_tokens = partial(stream.push, start) if stream else None
+            output_ids += generator.generate(*batch, first_row=start, min_rows=batch_size, on_tokens=on_tokens)
+            if stream:
+                stream.finish(start, len(output_ids))
+            if count > batch_size:
+                ui.note(f"{len(output_ids):,} of {count:,} prompts done")
     seconds = ui.clock() - start_s - generator.compile_s
     num_tokens = sum(map(len, output_ids))
     tokens_per_s = num_tokens / max(seconds, 1e-9)
@@ -243,14 +249,39 @@ def _generate_batches(
         "tokens_per_s": round(tokens_per_s, 1),
         "compile_seconds": round(generator.compile_s, 3),
     }
-    return Report("\n".join(texts or (",".join(map(str, ids)) for ids in output_ids)), fields)
+    lines = texts or [_format_ids(ids) for ids in output_ids]
+    return Report("\n".join(lines), fields, is_printed=stream is not None and stream.texts == lines)
+
+
+@contextmanager
+def _open_stream(
+    request: GenerateRequest, prompts: _EncodedPrompts, tokenizer: TextTokenizer | None, ui: Ui
+) -> Iterator[TokenStream | None]:
+    """Yield the stream of new tokens to the request's callback, or of one prompt to a terminal; else None."""
+    from trainer.data.incremental_decoder import IncrementalDecoder
+
+    if tokenizer is None:
+        decoders = [IncrementalDecoder(_format_ids, lambda token_id: None) for _ in prompts.ids]
+    else:
+        codec = tokenizer.codec
+        decoders = [IncrementalDecoder(codec.decode, codec.token, prefix) for prefix in prompts.decoded_prefixes()]
+    if request.on_tokens is not None:
+        yield TokenStream(decoders, request.on_tokens)
+    elif len(prompts.ids) == 1 and ui.can_stream:
+        with ui.stream_line() as write:
+            yield TokenStream(decoders, lambda prompt, ids, text: write(text))
+    else:
+        yield None
+
+
+def _format_ids(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))
 
 
 def _decode_outputs(
     prompts: _EncodedPrompts, output_ids: Sequence[Sequence[int]], tokenizer: TextTokenizer | None
 ) -> list[str] | None:
-    """Decode the tokens generated for each prompt; the decoder's start token is not part of the text."""
+    """Decode the tokens generated for each prompt."""
     if tokenizer is None:
         return None
-    prefixes = prompts.ids if prompts.decoder_start_id is None else [()] * len(output_ids)
-    return [tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prefixes)]
+    return [tokenizer.decode(ids, prefix) for ids, prefix in zip(output_ids, prompts.decoded_prefixes())]

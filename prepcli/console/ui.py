@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TextIO, cast
@@ -51,6 +52,7 @@ class Report:
         next_command: Suggested next command.
         error: The error, if there is one.
         process: Index of this process in a job of several, of which process 0 prints the result; else None.
+        is_printed: Whether `text` is on stdout already, by `Ui.stream_line`.
     """
 
     text: str = ""
@@ -58,6 +60,7 @@ class Report:
     next_command: str = ""
     error: PrepError | None = None
     process: int | None = None
+    is_printed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,30 @@ class Ui:
             return NullProgress()
         return make_progress(self.progress_mode, self.err)
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether a result may be printed in pieces: as text on a terminal, outside of a job of several processes."""
+        return not self.as_json and self.process is None and self.out.isatty()
+
+    @contextmanager
+    def stream_line(self) -> Iterator[Callable[[str], None]]:
+        """Yield a function that prints the next piece of a result at once, and end the line after the last piece.
+
+        The line ends also if the `with` block is interrupted.
+
+        Raises:
+            PrepError: Text cannot be written to stdout.
+        """
+
+        def write(piece: str) -> None:
+            if (unwritten := write_and_flush(self.out, printable(piece))) is not None:
+                raise stdout_error(unwritten)
+
+        try:
+            yield write
+        finally:
+            write_and_flush(self.out, "\n")
+
     def finish(self, report: Report) -> int:
         """Print the result, and the error if there is one; return the exit code.
 
@@ -133,7 +160,10 @@ class Ui:
     def _finish(self, report: Report) -> int:
         if report.next_command:
             self.note(f"next: {report.next_command}")
-        text = json.dumps(self._document(report), allow_nan=False) if self.as_json else printable(report.text)
+        if self.as_json:
+            text = json.dumps(self._document(report), allow_nan=False)
+        else:
+            text = "" if report.is_printed else printable(report.text)
         unwritten = write_and_flush(self.out, f"{text}\n") if text and not self.process else None
         error = report.error or (unwritten and stdout_error(unwritten))
         if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):

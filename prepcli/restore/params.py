@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.errors import PrepError, usage_error
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
+from prepcli.restore.average_reader import AverageReader
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import Source, source_rows
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class OpenedModel:
     """A checkpoint that is open for reading, its model and its mesh."""
 
-    reader: ItemReader | WeightsReader
+    reader: ItemReader | WeightsReader | AverageReader
     model: ModelSpec
     sharding: ShardingContext
 
@@ -78,14 +79,14 @@ def open_model(
 
 def _open_reader(
     source: Source, path: Path, mesh: str | None, verify: bool, on_unchecked: Callable[[], None]
-) -> ItemReader | WeightsReader:
+) -> ItemReader | WeightsReader | AverageReader:
     manifest = source.tree_manifest
     if manifest and manifest["scan"] and manifest["scan_axis"] == 0:
         reader = open_reader(path, verify, remote_blobs=without_read_ahead(source.remote_blobs))
         if reader.is_checked or not (verify and reader.is_remote):
             if verify and not reader.is_checked:
                 on_unchecked()
-            return reader
+            return AverageReader(reader) if source.has_averages else reader
         reader.close()
     sharding = make_sharding(mesh, {"rules": manifest.get("rules", ())})
     return open_weights(source, sharding.mesh, sharding.rules, verify=verify)

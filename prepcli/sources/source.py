@@ -70,6 +70,7 @@ class Source:
         state_tensors: The other tensors of a training checkpoint, named as in `planning.state_names`.
         blobs: Byte sources by the file numbers of placements; empty if the placements refer to `files`.
         extra_entries: Other contents of the files, which no conversion uses.
+        has_averages: Whether the parameters are the averages of a run; see `sources.averages`.
     """
 
     display_name: str
@@ -86,6 +87,7 @@ class Source:
     state_tensors: tuple[SourceTensor, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
     extra_entries: tuple[DroppedTensor, ...] = ()
+    has_averages: bool = False
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:

@@ -8,19 +8,23 @@ Axes: B rows of the batch, T new tokens, S slots of tokens and of the KV cache, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from trainer.generation.sampling import Sampling, sample_tokens
+from trainer.models.architecture import FULL_ATTENTION
+from trainer.models.attention_kernels import MAX_DENSE_LENGTH
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.models.parameters import ENCODER
 from trainer.nn import transformer
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache, empty_kv_cache
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.embedding import embed_tokens
+from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kv_cache import KVCache, empty_kv_cache
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin_at
 
@@ -106,6 +110,7 @@ def encode_sources(
         model: A model with an encoder.
         forward_config: Execution options.
     """
+    forward_config = _for_length(forward_config, sources.shape[1])
     encoder_output = transformer.encode(params, sources, model, forward_config, source_mask)
     return transformer.precompute_cross_kv(params, encoder_output, model, forward_config)
 
@@ -132,8 +137,19 @@ def prefill(
     Returns:
         The state with `count` slots in its cache and the next tokens in slot `count`.
     """
+    forward_config = _for_length(forward_config, count)
     state = DecodeState(batch, init_kv_cache(model, batch.tokens.shape, forward_config))
     return _decode_and_sample(params, state, batch.tokens[:, :count], model, forward_config, generation_config)
+
+
+def _for_length(forward_config: ForwardConfig, length: int) -> ForwardConfig:
+    """Return the options of a pass over `length` tokens at once: attention of many tokens is blockwise.
+
+    Its memory is then linear in the length.
+    """
+    if length <= MAX_DENSE_LENGTH or forward_config.attention_options.kernel != "reference":
+        return forward_config
+    return replace(forward_config, attention_options=AttentionOptions("blockwise"))
 
 
 def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: ForwardConfig) -> KVCache:
@@ -146,8 +162,9 @@ def init_kv_cache(model: ModelSpec, shape: tuple[int, ...], forward_config: Forw
     )
     extents = (extent for axis, extent in enumerate(key_leaf.shape) if axis != key_leaf.stack_axis)
     kv_heads, head_dim, _ = extents
-    cache_shape = (len(model.arch_config.sliding_windows), rows, slots, kv_heads, head_dim)
-    return empty_kv_cache(cache_shape, forward_config.dtype, forward_config.sharding)
+    shape_of_layer = (rows, slots, kv_heads, head_dim)
+    windows = model.arch_config.sliding_windows
+    return empty_kv_cache(windows, shape_of_layer, forward_config.dtype, forward_config.sharding)
 
 
 def decode_loop(
@@ -221,7 +238,7 @@ def decode_step(
     Args:
         params: Parameters from `cast_for_inference`.
         kv_cache: Keys and values of all earlier slots.
-        new_tokens: int32 [B, T], the tokens of the slots from `kv_cache.length` on.
+        new_tokens: int32 [B, T], the tokens of the slots from `kv_cache.length` on; T is 1 unless the cache is empty.
         start_slots: int32 [B], the slot of each row's first token.
         model: The model.
         forward_config: Execution options.
@@ -231,12 +248,21 @@ def decode_step(
         float32 logits [B, V] of the token that follows the last of `new_tokens`, and the cache with their keys and
         values.
     """
-    slots = kv_cache.keys.shape[2]
-    q_positions = kv_cache.length + jnp.arange(new_tokens.shape[1]) - start_slots[:, None]  # [B, T]
-    kv_positions = jnp.arange(slots) - start_slots[:, None]  # [B, S], negative before a row's first token
-    lengths = q_positions[:, -1] + 1
-    cos_sin = {rope: rotary_cos_sin_at(rope, q_positions, lengths, slots) for rope in model.arch_config.ropes}
-    mask = AttentionMask(q_positions=q_positions, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
+    arch_config, count = model.arch_config, new_tokens.shape[1]
+    q_positions = kv_cache.length + jnp.arange(count) - start_slots[:, None]  # [B, T]
+    lengths, max_length = q_positions[:, -1] + 1, kv_cache.num_slots
+    cos_sin = {rope: rotary_cos_sin_at(rope, q_positions, lengths, max_length) for rope in arch_config.ropes}
+    # [B, S] by window, negative before a row's first token
+    kv_positions = {
+        window: kv_cache.key_slots(window, count) - start_slots[:, None]
+        for window in (FULL_ATTENTION, *arch_config.sliding_windows)
+    }
+    mask = AttentionMask(
+        q_positions=q_positions,
+        kv_positions=kv_positions[FULL_ATTENTION],
+        kv_valid=kv_positions[FULL_ATTENTION] >= 0,
+        window_kv_positions=kv_positions,
+    )
     x = embed_tokens(params, new_tokens, model, forward_config, jnp.maximum(q_positions, 0))
     x, updated_cache = transformer.run_decoder(
         params,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation import decode
@@ -23,6 +25,7 @@ TokenSequence = Sequence[int]
 SLOT_MULTIPLE = 64  # prompt slots are rounded up to it, so that batches of similar length share one executable
 MAX_SLOTS = 1 << 30  # positions are int32
 STEPS_PER_CHECK = 16  # decoding steps between checks whether all rows have ended
+MAX_STREAM_DELAY_S = 0.05  # seconds that a new token waits for the end of its compiled call, if tokens are streamed
 
 InputT = TypeVar("InputT")
 
@@ -91,6 +94,7 @@ class Generator:
         first_row: int = 0,
         min_rows: int = 0,
         on_progress: Callable[[int], None] = lambda tokens: None,
+        on_tokens: Callable[[list[list[int]]], None] | None = None,
     ) -> list[list[int]]:
         """Generate tokens for a batch of prompts.
 
@@ -100,6 +104,8 @@ class Generator:
             first_row: Number of the first row; the sampled tokens of a row depend on its number.
             min_rows: Minimum number of rows to compute. A smaller last batch then reuses the compiled functions.
             on_progress: Called with the number of new tokens per row so far.
+            on_tokens: Called during decoding with the next tokens of each prompt. Fewer tokens are then decoded at a
+                time, so that they arrive soon. In a job of several processes, all of them pass it or none.
 
         Returns:
             The new tokens of each prompt, up to and including the first end token.
@@ -117,9 +123,18 @@ class Generator:
             encoder_inputs = _replicate(_pad_sources(sources, rows), sharding)
             batch = batch._replace(encoder_output=self._encode_sources(self.params, *encoder_inputs))
         state = self._prefill(self.params, batch, count=slots)
-        stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots))
-        for slot, is_recomputed in stops:
+        output = _OutputRows(len(prompts), slots, self.generation_config.eos_token_ids)
+
+        def report_progress() -> None:
             on_progress(_num_new_tokens(state, slots))
+            if on_tokens is not None:
+                on_tokens(output.fetch(state, sharding))
+
+        is_paced = on_tokens is not None and _shared_sharding(sharding) is None
+        next_steps = _StreamPace().next_steps if is_paced else _fixed_steps
+        stops = _decode_stops(slots, slots + max_new_tokens - 1, self._recompute_slots(prompts, slots), next_steps)
+        for slot, is_recomputed in stops:
+            report_progress()
             if bool(state.batch.is_finished.all()):
                 break
             if is_recomputed:
@@ -128,9 +143,9 @@ class Generator:
                 state = self._prefill(self.params, batch, count=slot)
             else:
                 state = self._decode_loop(self.params, state, _replicate(jnp.int32(slot), sharding))
-        on_progress(_num_new_tokens(state, slots))
-        new_tokens = _fetch(state.batch.tokens, sharding)[: len(prompts), slots : slots + _num_new_tokens(state, slots)]
-        return [_truncate_after_eos(row.tolist(), self.generation_config.eos_token_ids) for row in new_tokens]
+        report_progress()
+        output.fetch(state, sharding)
+        return output.rows
 
     def _recompute_slots(self, prompts: Sequence[TokenSequence], slots: int) -> set[int]:
         """Return the slots where a row exceeds the original positions of a longrope embedding.
@@ -140,6 +155,34 @@ class Generator:
         """
         limits = [rope.original_max_positions for rope in self.model.arch_config.ropes if rope.rope_type == "longrope"]
         return {slots - len(prompt) + limit + 1 for prompt in prompts for limit in limits}
+
+
+class _OutputRows:
+    """The new tokens of each prompt, fetched from the devices.
+
+    Attributes:
+        rows: The tokens so far, up to and including the first end token.
+    """
+
+    def __init__(self, num_prompts: int, first_slot: int, eos_token_ids: Sequence[int]) -> None:
+        """Start before the first token, which is in slot `first_slot`."""
+        self.rows: list[list[int]] = [[] for _ in range(num_prompts)]
+        self._next_slot, self._eos_token_ids = first_slot, eos_token_ids
+
+    def fetch(self, state: DecodeState, sharding: ShardingContext) -> list[list[int]]:
+        """Add the tokens since the last call, and return them."""
+        stop = int(state.kv_cache.length) + 1
+        tokens = _fetch(state.batch.tokens, sharding)[: len(self.rows), self._next_slot : stop]
+        self._next_slot = stop
+        return [self._extend(row, new.tolist()) for row, new in zip(self.rows, tokens)]
+
+    def _extend(self, row: list[int], tokens: list[int]) -> list[int]:
+        """Add tokens to a row, unless it has ended, and return those added."""
+        if row and row[-1] in self._eos_token_ids:
+            return []
+        added = _truncate_after_eos(tokens, self._eos_token_ids)
+        row += added
+        return added
 
 
 def check_prompts(
@@ -214,8 +257,8 @@ def _make_prompt_batch(
 
 def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
     """Place the inputs of a batch on all devices of a mesh that other processes share; all have equal inputs."""
-    replicated = sharding.replicated_sharding()
-    if replicated is None or replicated.is_fully_addressable:
+    replicated = _shared_sharding(sharding)
+    if replicated is None:
         return arrays
 
     def place(array: Array) -> Array:
@@ -223,6 +266,12 @@ def _replicate(arrays: InputT, sharding: ShardingContext) -> InputT:
         return jax.make_array_from_callback(host.shape, replicated, lambda index: host[index])
 
     return jax.tree.map(place, arrays)
+
+
+def _shared_sharding(sharding: ShardingContext) -> NamedSharding | None:
+    """Return the sharding of replicated arrays on a mesh that other processes share; None for other meshes."""
+    replicated = sharding.replicated_sharding()
+    return None if replicated is None or replicated.is_fully_addressable else replicated
 
 
 def _fetch(array: Array, sharding: ShardingContext) -> np.ndarray:
@@ -242,13 +291,41 @@ def _pad_sources(sources: Sequence[TokenSequence], rows: int) -> tuple[Array, Ar
     return jnp.asarray(tokens), jnp.asarray(np.arange(tokens.shape[1]) < lengths[:, None])
 
 
-def _decode_stops(first_slot: int, last_slot: int, recompute_slots: Iterable[int]) -> Iterator[tuple[int, bool]]:
+def _fixed_steps() -> int:
+    """Return the number of steps between checks."""
+    return STEPS_PER_CHECK
+
+
+class _StreamPace:
+    """The number of decoding steps of each compiled call, for tokens that are shown as they are decoded.
+
+    It starts at 1, and grows only while calls are short.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first call."""
+        self._steps, self._called_s = 1, -math.inf
+
+    def next_steps(self) -> int:
+        """Return the number of steps of the next call, from the duration of the last one."""
+        duration_s = time.monotonic() - self._called_s
+        if duration_s < MAX_STREAM_DELAY_S / 2:
+            self._steps = min(2 * self._steps, STEPS_PER_CHECK)
+        elif duration_s > MAX_STREAM_DELAY_S:
+            self._steps = max(1, self._steps // 2)
+        self._called_s = time.monotonic()
+        return self._steps
+
+
+def _decode_stops(
+    first_slot: int, last_slot: int, recompute_slots: Iterable[int], next_steps: Callable[[], int]
+) -> Iterator[tuple[int, bool]]:
     """Yield the slots at which decoding returns to the host, and whether the cache is recomputed up to the slot."""
     slot = first_slot
     for recompute_slot in (*sorted(s for s in recompute_slots if first_slot < s <= last_slot), None):
         last_decoded = last_slot if recompute_slot is None else recompute_slot - 1
         while slot < last_decoded:
-            slot = min(slot + STEPS_PER_CHECK, last_decoded)
+            slot = min(slot + next_steps(), last_decoded)
             yield slot, False
         if recompute_slot is not None:
             slot = recompute_slot

@@ -15,10 +15,11 @@ from jax import Array
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.nn.activation_names import name_activation
-from trainer.nn.attention_mask import KV, CosSin, KVCache
+from trainer.nn.attention_mask import KV, CosSin
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Site
 from trainer.nn.kernels import attend
+from trainer.nn.kv_cache import KVCache
 from trainer.nn.linear import linear
 from trainer.nn.norms import norm
 from trainer.nn.position_encoding import apply_rotary
@@ -59,7 +60,7 @@ def attention(
         (q,) = _project(x, weights, context, ("q",), input_norm=input_norm)
         kv = encoder_states if isinstance(encoder_states, KV) else project_kv(encoder_states, weights, context)
     if kv_cache is not None:
-        kv_cache, kv = kv_cache.append(kv, sharding)
+        kv_cache, kv = kv_cache.append(kv, context.mask.window, sharding)
     q, kv = _name_kernel_inputs(q, _repeat_kv(q, kv, sharding))
     mask = context.mask
     if context.dropout is not None:

@@ -1,18 +1,17 @@
-"""The inputs of attention apart from hidden states: mask, score bias, KV cache and encoder output.
+"""The inputs of attention apart from hidden states: mask, score bias and encoder output.
 
-Axes: B rows of the batch, T queries, S keys or cache slots, H query heads, K key and value heads, G = H / K query heads
-of a group, E head width.
+Axes: B rows of the batch, T queries, S keys, H query heads, K key and value heads, G = H / K query heads of a
+group, E head width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
 from trainer.nn.dropout import AttentionDropout
 from trainer.nn.score_bias import ScoreBias
@@ -28,52 +27,9 @@ class KV(NamedTuple):
     values: Array
 
 
-class KVCache(NamedTuple):
-    """Keys and values of all layers, for decoding.
-
-    A slot is a position of the axis S: the keys and values of one token per row of the batch. Layers are appended to in
-    order. `length` and `layer` are arrays, so that one compiled step serves all slots.
-
-    Attributes:
-        keys: [layers, B, S, K, E]; the slots from `length` on are free.
-        values: Like `keys`.
-        length: int32 [], the number of filled slots.
-        layer: int32 [], the layer that `append` writes to next.
-    """
-
-    keys: Array
-    values: Array
-    length: Array
-    layer: Array
-
-    def append(self, new: KV, sharding: ShardingContext) -> tuple[KVCache, KV]:
-        """Write the keys and values of T tokens to the next layer, in the slots from `length` on.
-
-        Returns:
-            The cache with its next layer advanced, and all S slots of the written layer.
-        """
-        start = (self.layer, 0, self.length, 0, 0)
-        keys, values = (
-            sharding.constrain(lax.dynamic_update_slice(stack, update[None], start), *KV_CACHE_DIMS)
-            for stack, update in ((self.keys, new.keys), (self.values, new.values))
-        )
-        layer_kv = KV(_take_layer(keys, self.layer), _take_layer(values, self.layer))
-        return self._replace(keys=keys, values=values, layer=self.layer + 1), layer_kv
-
-    def advance(self, count: int) -> KVCache:
-        """Mark `count` more slots as filled, and reset `layer` to the first layer."""
-        return self._replace(length=self.length + count, layer=jnp.zeros_like(self.layer))
-
-
-def _take_layer(stack: Array, layer: Array) -> Array:
+def take_layer(stack: Array, layer: Array) -> Array:
     """Return one layer of a stack on axis 0."""
     return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
-
-
-def empty_kv_cache(shape: tuple[int, ...], dtype: str, sharding: ShardingContext) -> KVCache:
-    """Allocate an empty cache of shape [layers, B, S, K, E]."""
-    keys, values = (sharding.constrain(jnp.zeros(shape, dtype), *KV_CACHE_DIMS) for _ in range(2))
-    return KVCache(keys=keys, values=values, length=jnp.int32(0), layer=jnp.int32(0))
 
 
 class EncoderOutput(NamedTuple):
@@ -91,7 +47,7 @@ class EncoderOutput(NamedTuple):
     def for_layer(self, layer: Array) -> EncoderOutput:
         """Return the input of cross-attention in one decoder layer: its keys and values, and the same mask."""
         assert isinstance(self.states, KV)
-        return self._replace(states=KV(*(_take_layer(stack, layer) for stack in self.states)))
+        return self._replace(states=KV(*(take_layer(stack, layer) for stack in self.states)))
 
 
 class Segments(NamedTuple):
@@ -125,6 +81,8 @@ class AttentionMask:
         dropout: Dropout of the probabilities; requires positions. None for no dropout.
         window: Number of positions that a query attends to, itself included; `FULL_ATTENTION` for no limit.
         is_causal: Whether positions limit the visible keys; false in an encoder.
+        window_kv_positions: int32 [B, S] by window, positions of the keys of layers with that window, if a KV cache
+            keeps other keys for them; negative for a key that is not valid. Other layers have `kv_positions`.
     """
 
     q_positions: Array | None = None
@@ -138,6 +96,14 @@ class AttentionMask:
     dropout: AttentionDropout | None = None
     window: int = FULL_ATTENTION
     is_causal: bool = True
+    window_kv_positions: Mapping[int, Array] = field(default_factory=dict[int, Array])
+
+    def for_layer(self, window: int, cos_sin: CosSin | None, layer_score_scale: Array | None) -> AttentionMask:
+        """Return the mask of a layer with its window, rotary embedding and score scale."""
+        mask = replace(self, window=window, cos_sin=cos_sin, layer_score_scale=layer_score_scale)
+        if (kv_positions := self.window_kv_positions.get(window)) is None:
+            return mask
+        return replace(mask, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
 
     def materialize(self) -> Array | None:
         """Compute the mask as bool [T, S] or [B, T, S], true for visible keys; None if all keys are visible."""

@@ -12,9 +12,10 @@ from jax import Array
 from trainer.distributed.sharding import ShardingContext
 from trainer.nn.activation_names import name_activation
 from trainer.nn.attention import attention
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, KVCache
+from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Site
+from trainer.nn.kv_cache import KVCache
 from trainer.nn.mlp import mlp
 from trainer.nn.moe import moe_mlp
 from trainer.nn.norms import norm

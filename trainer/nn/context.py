@@ -8,9 +8,10 @@ from jax import Array
 
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
-from trainer.nn.attention_mask import AttentionMask, EncoderOutput, KVCache
+from trainer.nn.attention_mask import AttentionMask, EncoderOutput
 from trainer.nn.dropout import LayerDropout, Site
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)

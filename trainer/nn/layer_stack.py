@@ -15,8 +15,8 @@ from jax import Array, lax
 from trainer.models.architecture import ArchConfig, window_period
 from trainer.models.axis_map import LAYERS
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
-from trainer.nn.attention_mask import KVCache
 from trainer.nn.dropout import Dropout
+from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, unscannable_error
 from trainer.nn.remat import with_remat
 

@@ -75,12 +75,8 @@ def run_layer(
     if encoder_output is not None and kv_cache is not None:
         encoder_output = encoder_output.for_layer(kv_cache.layer)
     rope = arch_config.rope_for(window)
-    layer_mask = dataclasses.replace(
-        mask,
-        window=window,
-        cos_sin=cos_sin_by_rope[rope] if rope else None,
-        layer_score_scale=weights.get(layer_stack.LAYER_SCORE_SCALE),
-    )
+    cos_sin = cos_sin_by_rope[rope] if rope else None
+    layer_mask = mask.for_layer(window, cos_sin, weights.get(layer_stack.LAYER_SCORE_SCALE))
     return block(
         x,
         weights,

@@ -29,13 +29,13 @@ from trainer.nn.attention_mask import (
     AttentionMask,
     CosSin,
     EncoderOutput,
-    KVCache,
     Segments,
     causal_mask,
 )
 from trainer.nn.context import LayerContext
 from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
+from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_stack import layer_weights
 from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec

@@ -81,8 +81,8 @@ an unknown key. Means and root mean squares are those of the matrices of each la
   learning rate.
 
 Frozen leaves have no gradients and no optimizer state. The moving average of `ema` is `opt_state.ema` in a checkpoint;
-it is resumed and resharded, and neither evaluation nor `prep export` uses it. `train.reduction = "exact"` supports
-`adamw`, `lion` and `sgd`.
+it is resumed and resharded. `prep export` and `prep generate` take it with `--ema`; evaluation does not use it.
+`train.reduction = "exact"` supports `adamw`, `lion` and `sgd`.
 
 | type | keys besides those of all | other defaults |
 |---|---|---|

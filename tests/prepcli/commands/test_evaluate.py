@@ -58,7 +58,7 @@ def test_eval_reports_each_source_and_all(work_dir: Path, capsys: pytest.Capture
 
 
 def test_eval_of_all_checkpoint_kinds_is_equal(work_dir: Path, capsys: pytest.CaptureFixture[str]):
-    """A Hugging Face folder, its init, and a step of a run before training."""
+    """A Hugging Face folder, and its init for a mesh."""
     run_ok("save-init", "tiny", "--out", "meshed", "--mesh", "1,2,4", "--pad-vocab", "auto")
     expected = eval_json(capsys, "tiny", "--data", "a.txt")["loss"]
     assert eval_json(capsys, "meshed", "--data", "a.txt")["loss"] == pytest.approx(expected, rel=1e-6)

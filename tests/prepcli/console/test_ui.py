@@ -276,3 +276,39 @@ def test_columns_is_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(out, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "57")
     assert Ui("inspect", out=out).columns == 57
+
+
+def test_stream_line_prints_pieces_at_once_and_ends_the_line() -> None:
+    streams = Streams(out=Terminal())
+    assert streams.ui.can_stream
+    with streams.ui.stream_line() as write:
+        for piece, expected in (("one ", "one "), ("", "one "), ("two\x1b", "one two\\x1b")):
+            write(piece)
+            assert streams.texts[0] == expected
+    assert streams.ui.finish(Report("one two\x1b", is_printed=True)) == OK
+    assert streams.texts == ("one two\\x1b\n", "")
+
+
+def test_stream_line_ends_an_interrupted_line() -> None:
+    streams = Streams(out=Terminal())
+
+    def interrupt() -> None:
+        with streams.ui.stream_line() as write:
+            write("one")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert streams.texts[0] == "one\n"
+
+
+def test_results_stream_only_as_text_on_a_terminal() -> None:
+    assert not Streams().ui.can_stream
+    assert not Streams(as_json=True, out=Terminal()).ui.can_stream
+    assert not Streams(out=Terminal()).ui.for_process(0).can_stream
+
+
+def test_printed_report_keeps_its_json() -> None:
+    streams = Streams(as_json=True)
+    streams.ui.finish(Report("text", {"texts": ["text"]}, is_printed=True))
+    assert json.loads(streams.texts[0])["texts"] == ["text"]

@@ -35,16 +35,17 @@ from trainer.models.errors import USAGE, PrepError
 from trainer.models.mesh import parse_mesh
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.models.registry import FAMILIES
-from trainer.nn.attention_mask import KVCache
+from trainer.nn.kv_cache import KVCache
 from trainer.nn.model_spec import ForwardConfig
 
 Rows = list[list[int]]
 SAMPLED = GenerationConfig(9, sampling=Sampling(1.3, top_k=20, top_p=0.95, seed=5))
 PROMPTS: Rows = [[3, 1, 4, 1, 5], [9, 2]]
+MISTRAL_LIKE = CONFIGS["llama"] | {"model_type": "mistral", "sliding_window": 5}
 UNPADDED_CONFIGS: dict[str, dict[str, Any]] = {
     **{
         name: {key: value for key, value in config.items() if key != "true_vocab_size"}
-        for name, config in CONFIGS.items()
+        for name, config in (CONFIGS | {"mistral": MISTRAL_LIKE}).items()
     },
     "t5": T5 | {"num_heads": 4, "num_decoder_layers": 2},
 }
@@ -210,7 +211,7 @@ def padded_generator(
     return make_generator(tiny, params, config, forward_config)
 
 
-@pytest.mark.parametrize("name", slow_except(("llama", "t5", "gpt_neo"), ("llama",)))
+@pytest.mark.parametrize("name", slow_except(("llama", "t5", "gpt_neo", "mistral"), ("llama", "gpt_neo")))
 def test_sampled_tokens_do_not_depend_on_mesh(name: str):
     sharding = make_sharding_context(parse_mesh("1,2,4"))
     assert generate(padded_generator(name, sharding), PROMPTS) == sampled_on_one_device(name)
@@ -251,6 +252,25 @@ def test_rows_end_after_their_first_eos_token():
     assert progress == [1, max(map(len, output))], "decoding must stop when all rows have ended"
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 1000.0])
+def test_new_tokens_arrive_during_decoding(delay_s: float, monkeypatch: pytest.MonkeyPatch):
+    """Calls decode one token each if they are slow, and more tokens each time if they are fast."""
+    monkeypatch.setattr(generator, "MAX_STREAM_DELAY_S", delay_s)
+    received: list[Rows] = []
+    output = padded_generator("gpt_neo").generate(PROMPTS, on_tokens=received.append)
+    assert output == sampled_on_one_device("gpt_neo")
+    assert [[token for call in received for token in call[row]] for row in range(len(PROMPTS))] == output
+    assert [len(call[1]) for call in received] == ([1] * 9 if delay_s == 0 else [1, 1, 2, 4, 1])
+
+
+def test_new_tokens_end_with_their_row():
+    unlimited, received = sampled_on_one_device("gpt_neo"), list[Rows]()
+    gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, eos_token_ids=(unlimited[0][3],)))
+    output = gpt_neo.generate(PROMPTS, on_tokens=received.append)
+    assert output[0] == unlimited[0][: unlimited[0].index(unlimited[0][3]) + 1]
+    assert [[token for call in received for token in call[row]] for row in range(len(PROMPTS))] == output
+
+
 def test_one_new_token_needs_no_decode_loop():
     progress: list[int] = []
     gpt_neo = padded_generator("gpt_neo", config=dataclasses.replace(SAMPLED, max_new_tokens=1))
@@ -267,13 +287,13 @@ def test_cast_for_inference_keeps_lm_head_bias_in_float32():
 
 
 def test_decode_stops_at_checks_and_recompute_slots():
-    steps = generator.STEPS_PER_CHECK
-    assert [*generator._decode_stops(64, 64, ())] == []
-    assert [*generator._decode_stops(64, 66, ())] == [(66, False)]
+    steps, fixed = generator.STEPS_PER_CHECK, generator._fixed_steps
+    assert [*generator._decode_stops(64, 64, (), fixed)] == []
+    assert [*generator._decode_stops(64, 66, (), fixed)] == [(66, False)]
     stops = [(64 + steps, False), (64 + 2 * steps, False), (64 + 2 * steps + 1, False)]
-    assert [*generator._decode_stops(64, 64 + 2 * steps + 1, ())] == stops
+    assert [*generator._decode_stops(64, 64 + 2 * steps + 1, (), fixed)] == stops
     stops = [(65, True), (67, False), (68, True), (70, False)]
-    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30))] == stops
+    assert [*generator._decode_stops(64, 70, (68, 65, 64, 71, 30), fixed)] == stops
 
 
 MAX_POSITIONS = UNPADDED_CONFIGS["gpt_neo"]["max_position_embeddings"]

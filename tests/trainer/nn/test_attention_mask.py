@@ -6,14 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import Array
 
-from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
-from trainer.distributed.sharding import ShardingContext
+from tests.trainer.nn.test_attention import D, T, attend, make_arch, random_weights
 from trainer.models.architecture import FULL_ATTENTION, RelativePositionBias
 from trainer.nn.attention import attention, project_kv
-from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, causal_mask, empty_kv_cache
+from trainer.nn.attention_mask import KV, AttentionMask, EncoderOutput, causal_mask
 from trainer.nn.context import LayerContext
 from trainer.nn.score_bias import ScoreBias
 
@@ -25,34 +23,6 @@ WEIGHTS = random_weights(4, 2, True)
 def attend_with_mask(x: Array, mask: AttentionMask, encoder_states: Array | KV | None = None) -> Array:
     """Compute attention without a cache."""
     return attention(x, WEIGHTS, LayerContext(make_arch(), mask), encoder_states=encoder_states)[0]
-
-
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 2])
-@pytest.mark.parametrize("prefill_length", [1, 4])
-def test_kv_cache_matches_attention_over_whole_sequence(window: int, prefill_length: int):
-    whole = attend(X, WEIGHTS, window)
-    cache, outputs = empty_kv_cache((1, 2, T + 3, 2, HEAD_DIM), "float32", ShardingContext()), []
-    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
-        mask = AttentionMask(jnp.arange(start, stop), jnp.arange(T + 3), window=window)
-        context = LayerContext(make_arch(), mask, kv_cache=cache)
-        output, cache = attention(jnp.asarray(X[:, start:stop]), WEIGHTS, context)
-        assert cache is not None
-        assert (int(cache.length), int(cache.layer)) == (start, 1)
-        cache = cache.advance(stop - start)
-        outputs.append(output)
-    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), whole, atol=1e-5)
-    assert (int(cache.length), int(cache.layer)) == (T, 0)
-
-
-def test_kv_cache_keeps_layers_apart():
-    cache = empty_kv_cache((3, 2, T, 2, HEAD_DIM), "float32", ShardingContext())
-    for layer in range(3):
-        new = KV(*(jnp.full((2, 2, 2, HEAD_DIM), layer + offset) for offset in (1.0, 10.0)))
-        cache, layer_kv = cache.append(new, ShardingContext())
-        np.testing.assert_array_equal(layer_kv.keys[:, :2], new.keys)
-        np.testing.assert_array_equal(layer_kv.values[:, :2], new.values)
-        assert not layer_kv.keys[:, 2:].any()
-    assert [float(layer.max()) for layer in (*cache.keys, *cache.values)] == [1, 2, 3, 10, 11, 12]
 
 
 def test_left_padded_row_matches_shorter_sequence():

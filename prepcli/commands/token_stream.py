@@ -1,0 +1,46 @@
+"""New tokens of prompts, decoded while they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.data.incremental_decoder import IncrementalDecoder
+
+# Number of a prompt, its next token ids, and the next piece of its text
+TokenCallback = Callable[[int, Sequence[int], str], None]
+
+
+class TokenStream:
+    """Passes on the new tokens of prompts with their texts.
+
+    Attributes:
+        texts: The text of each prompt so far.
+    """
+
+    def __init__(self, decoders: Sequence[IncrementalDecoder], on_tokens: TokenCallback) -> None:
+        """Start before the first token.
+
+        Args:
+            decoders: Decoder of each prompt's text.
+            on_tokens: Called with the next tokens of a prompt.
+        """
+        self._decoders, self._on_tokens = decoders, on_tokens
+        self.texts = [""] * len(decoders)
+
+    def push(self, first_prompt: int, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Pass on the next tokens of the prompts from number `first_prompt` on."""
+        for prompt, tokens in enumerate(new_tokens, first_prompt):
+            if tokens:
+                self._pass_on(prompt, tokens, self._decoders[prompt].push(tokens))
+
+    def finish(self, first_prompt: int, last_prompt: int) -> None:
+        """Pass on the text that was held back for prompts `first_prompt:last_prompt`."""
+        for prompt in range(first_prompt, last_prompt):
+            if text := self._decoders[prompt].finish():
+                self._pass_on(prompt, (), text)
+
+    def _pass_on(self, prompt: int, tokens: Sequence[int], text: str) -> None:
+        self.texts[prompt] += text
+        self._on_tokens(prompt, tokens, text)

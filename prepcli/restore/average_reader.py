@@ -1,0 +1,50 @@
+"""`AverageReader`: reads the averages of a training step as its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from prepcli.planning.state_names import PARAMS
+from prepcli.restore.item_reader import BoxArrays, ItemReader
+from prepcli.sources.averages import AVERAGE_SLOT
+
+
+class AverageReader:
+    """CheckpointReader of an item's averages, under the names of the parameters.
+
+    Attributes:
+        manifest: Manifest of the checkpoint.
+        leaves: Shape, dtype and read unit of each parameter's average, by the dotted name of the parameter.
+        is_remote: Whether the data files are on a server.
+    """
+
+    def __init__(self, reader: ItemReader) -> None:
+        """Wrap the reader of an item with averages of all parameters."""
+        self._reader = reader
+        self.manifest: Mapping[str, Any] = reader.manifest
+        self.is_remote = reader.is_remote
+        prefix = f"{AVERAGE_SLOT}."
+        self.leaves = {
+            f"{PARAMS}.{name.removeprefix(prefix)}": leaf
+            for name, leaf in reader.leaves.items()
+            if name.startswith(prefix)
+        }
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes read so far."""
+        return self._reader.read_nbytes
+
+    def __enter__(self) -> AverageReader:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reader.close()
+
+    def read(self, name: str, parts: BoxArrays) -> None:
+        """Fill each array with its box of a parameter's average; see `ItemReader.read`."""
+        self._reader.read(f"{AVERAGE_SLOT}.{name.removeprefix(f'{PARAMS}.')}", parts)

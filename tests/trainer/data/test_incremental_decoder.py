@@ -1,0 +1,101 @@
+"""Property tests: the pieces of a text add up to the text of all tokens, and no piece ends within a character."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trainer.data.codecs import FastCodec
+from trainer.data.incremental_decoder import IncrementalDecoder
+from trainer.data.tokenizer import TextTokenizer
+
+SPACE = "\u2581"  # how SentencePiece spells a space
+BYTES = [f"<0x{byte:02X}>" for byte in b"\xe4\xb8\xad\xf0\x9f\x98\x80A\xff"]
+
+
+def with_special_tokens(model: models.Model, decoder: decoders.Decoder | None) -> Tokenizer:
+    """Return a tokenizer with the special token <s> after the vocabulary."""
+    tokenizer = Tokenizer(model)
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def byte_level_bpe() -> Tokenizer:
+    vocab = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    return with_special_tokens(models.BPE(vocab, []), decoders.ByteLevel())
+
+
+def sentencepiece_bpe() -> Tokenizer:
+    """Return a tokenizer with the decoder of LLaMA's, which decodes a run of bytes at once."""
+    words = ["<unk>", SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", "\u4e2d", *BYTES]
+    model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
+    parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return with_special_tokens(model, decoders.Sequence(parts))
+
+
+def unigram() -> Tokenizer:
+    words = ["<unk>", SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}c", "\u4e2d"]
+    return with_special_tokens(models.Unigram([(word, -1.0) for word in words], 0), decoders.Metaspace())
+
+
+def word_level() -> Tokenizer:
+    return with_special_tokens(models.WordLevel({"<unk>": 0, "a": 1, "bc": 2, ".": 3}, "<unk>"), None)
+
+
+def word_piece() -> Tokenizer:
+    words = ["[UNK]", "a", "##b", ".", "n't", "'", "do", "##s"]
+    model = models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]")
+    return with_special_tokens(model, decoders.WordPiece(cleanup=True))
+
+
+BUILDERS: dict[str, Callable[[], Tokenizer]] = {
+    function.__name__: function for function in (byte_level_bpe, sentencepiece_bpe, unigram, word_level, word_piece)
+}
+
+
+@cache
+def make_tokenizer(kind: str) -> TextTokenizer:
+    """Return a tokenizer of a kind."""
+    codec = FastCodec(BUILDERS[kind]())
+    return TextTokenizer(Path("tokenizer.json"), "", codec.max_id, codec)
+
+
+def decode_in_pieces(tokenizer: TextTokenizer, chunks: list[list[int]], preceding_ids: list[int]) -> list[str]:
+    """Return the piece of each chunk, and the rest of the text."""
+    decoder = IncrementalDecoder(tokenizer.codec.decode, tokenizer.codec.token, preceding_ids)
+    return [*map(decoder.push, chunks), decoder.finish()]
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@given(data=st.data())
+def test_pieces_add_up_to_the_text_of_all_tokens(kind: str, data: st.DataObject):
+    tokenizer = make_tokenizer(kind)
+    ids = st.integers(0, tokenizer.max_id)
+    chunks = data.draw(st.lists(st.lists(ids, min_size=1, max_size=4), max_size=12), "chunks")
+    preceding_ids = data.draw(st.lists(ids, max_size=5), "preceding ids")
+    pieces = decode_in_pieces(tokenizer, chunks, preceding_ids)
+    assert "".join(pieces) == tokenizer.decode([token_id for chunk in chunks for token_id in chunk], preceding_ids)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20))
+def test_characters_of_several_bytes_are_never_split(text: str):
+    """Each token is one byte."""
+    tokenizer, pre_tokenizer = make_tokenizer("byte_level_bpe"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    chars = "".join(piece for piece, _ in pre_tokenizer.pre_tokenize_str(text))
+    ids = [tokenizer.codec.token_id(char) for char in chars]
+    pieces = decode_in_pieces(tokenizer, [[token_id] for token_id in ids if token_id is not None], [])
+    assert (len(ids), "".join(pieces)) == (len(text.encode()), text)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_arrives_with_its_token():
+    tokenizer = make_tokenizer("word_level")
+    assert decode_in_pieces(tokenizer, [[1], [2, 3], [1]], [2]) == [" a", " bc .", " a", ""]

@@ -1,0 +1,89 @@
+"""Tests of the KV cache: the slots of each layer, and attention with it against attention over whole sequences."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import FULL_ATTENTION
+from trainer.nn.attention import attention
+from trainer.nn.attention_mask import KV, AttentionMask
+from trainer.nn.context import LayerContext
+from trainer.nn.kv_cache import KVCache, empty_kv_cache
+
+X = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
+WEIGHTS = random_weights(4, 2, True)
+UNSHARDED = ShardingContext()
+
+
+def make_cache(*windows: int, num_slots: int = T) -> KVCache:
+    """Allocate a cache for two rows."""
+    return empty_kv_cache(windows, (2, num_slots, 2, HEAD_DIM), "float32", UNSHARDED)
+
+
+@pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 3])
+@pytest.mark.parametrize("prefill_length", [1, 2, T - 1])
+def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length: int):
+    whole = attend(X, WEIGHTS, window)
+    cache, outputs = make_cache(window, num_slots=T + 3), []
+    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, T))]:
+        slots = cache.key_slots(window, stop - start)
+        valid = jnp.broadcast_to(slots >= 0, (2, len(slots)))
+        mask = AttentionMask(jnp.arange(start, stop), slots, kv_valid=valid, window=window)
+        context = LayerContext(make_arch(), mask, kv_cache=cache)
+        output, cache = attention(jnp.asarray(X[:, start:stop]), WEIGHTS, context)
+        assert cache is not None
+        assert (int(cache.length), int(cache.layer)) == (start, 1)
+        cache = cache.advance(stop - start)
+        outputs.append(output)
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), whole, atol=1e-5)
+    assert (int(cache.length), int(cache.layer)) == (T, 0)
+
+
+@settings(max_examples=25)
+@given(num_slots=st.integers(1, 8), window=st.integers(0, 9), data=st.data())
+def test_key_slots_number_the_appended_tokens(num_slots: int, window: int, data: st.DataObject):
+    """The key of a token is the number of its slot."""
+    prefill_length = data.draw(st.integers(1, num_slots))
+    cache = make_cache(window, num_slots=num_slots)
+    for start, stop in [(0, prefill_length), *((i, i + 1) for i in range(prefill_length, num_slots))]:
+        new = jnp.broadcast_to(
+            jnp.arange(start, stop, dtype=jnp.float32)[:, None, None], (2, stop - start, 2, HEAD_DIM)
+        )
+        slots = np.asarray(cache.key_slots(window, stop - start))
+        cache, kv = cache.append(KV(new, new), window, UNSHARDED)
+        cache = cache.advance(stop - start)
+        is_filled = (slots >= 0) & (slots < stop)
+        assert (kv.keys[:, is_filled] == slots[is_filled][:, None, None]).all()
+        assert (kv.keys == kv.values).all()
+        first_visible = 0 if window == FULL_ATTENTION else max(0, stop - window)
+        assert {*range(first_visible, stop)} <= {*slots.tolist()}, "a visible key is missing"
+
+
+def test_kv_cache_keeps_layers_apart():
+    """Layers with a window and with full attention alternate."""
+    windows = (2, FULL_ATTENTION, 2, FULL_ATTENTION, 2)
+    cache = make_cache(*windows)
+    for layer, window in enumerate(windows):
+        assert int(cache.layer) == layer
+        new = KV(*(jnp.full((2, 1, 2, HEAD_DIM), layer + offset) for offset in (1.0, 10.0)))
+        cache, layer_kv = cache.append(new, window, UNSHARDED)
+        np.testing.assert_array_equal(layer_kv.keys[:, :1], new.keys)
+        np.testing.assert_array_equal(layer_kv.values[:, :1], new.values)
+        assert not layer_kv.keys[:, 1:].any()
+    ring, full = cache.stacks[2], cache.stacks[T]
+    assert [float(layer.max()) for layer in (*ring.keys, *ring.values)] == [1, 3, 5, 10, 12, 14]
+    assert [float(layer.max()) for layer in (*full.keys, *full.values)] == [2, 4, 11, 13]
+
+
+def test_windowed_layers_allocate_only_their_window():
+    cache = make_cache(4, FULL_ATTENTION, 4, 2000, num_slots=1000)
+    shapes = {slots: (stack.keys.shape, stack.values.shape) for slots, stack in cache.stacks.items()}
+    assert shapes == {slots: ((2, 2, slots, 2, HEAD_DIM),) * 2 for slots in (4, 1000)}
+    nbytes = sum(array.nbytes for stack in cache.stacks.values() for array in (stack.keys, stack.values))
+    assert nbytes == 2 * 4 * (2 * 2 * HEAD_DIM) * (2 * 4 + 2 * 1000)

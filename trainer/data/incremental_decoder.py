@@ -1,0 +1,62 @@
+"""Decoding of a text while its tokens arrive."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"  # the end of a text whose last character lacks bytes
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of tokenizers that spell unknown characters byte by byte
+
+
+class IncrementalDecoder:
+    """Decodes the tokens of one text in pieces, whose concatenation is the text of all tokens.
+
+    A token is decoded together with the tokens of the piece before it: tokenizers strip the first space of a text. Text
+    that later tokens may change is held back: characters without all of their bytes, and tokens of single bytes, which
+    some tokenizers decode as one run.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        token: Callable[[int], str | None],
+        preceding_ids: Sequence[int] = (),
+    ) -> None:
+        """Start a text.
+
+        Args:
+            decode: Decodes token ids.
+            token: Returns the spelling of a token; None for an unknown id.
+            preceding_ids: Ids before the text, not part of it.
+        """
+        self._decode, self._token = decode, token
+        self._ids = list(preceding_ids)
+        self._context_start, self._start = 0, len(self._ids)  # of the piece before, and of the next one
+        self._first = self._start
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add token ids and return the next piece of text; empty if all of it is held back."""
+        self._ids += ids
+        if self._start == len(self._ids) or _BYTE_TOKEN.fullmatch(self._token(self._ids[-1]) or ""):
+            return ""
+        piece = self._pending()
+        if not piece or piece.endswith(REPLACEMENT):
+            return ""
+        self._context_start, self._start = self._start, len(self._ids)
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._pending()
+
+    def _pending(self) -> str:
+        """Decode the ids after the last piece."""
+        context = self._decode(self._ids[self._context_start : self._start])
+        text = self._decode(self._ids[self._context_start :])
+        if text.startswith(context):
+            return text[len(context) :]
+        if self._start != self._first:
+            return ""  # the tokenizer changed the last piece
+        # The preceding ids end within a character: the text is decoded without them, as `TextTokenizer.decode` does
+        return self._decode(self._ids[self._first :])

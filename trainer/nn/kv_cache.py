@@ -1,0 +1,145 @@
+"""The KV cache of decoding: keys and values of earlier tokens.
+
+A layer with full attention has a slot for each token. A layer with a sliding window of W tokens has a ring of W slots:
+the token of slot i of the batch is in slot i % W of the ring, where it replaces a token that no later query attends to.
+
+Axes: B rows of the batch, T new tokens, S slots, K key and value heads, E head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from trainer.distributed.sharding import ShardingContext
+from trainer.models.architecture import FULL_ATTENTION
+from trainer.nn.attention_mask import KV, KV_CACHE_DIMS, take_layer
+
+
+class KVStack(NamedTuple):
+    """Keys and values of layers with the same number of slots.
+
+    `layer` is an array, so that one compiled step serves all layers.
+
+    Attributes:
+        keys: [layers, B, S, K, E].
+        values: Like `keys`.
+        layer: int32 [], the layer of the stack that is written next.
+    """
+
+    keys: Array
+    values: Array
+    layer: Array
+
+    def write(self, new: KV, slot: Array, sharding: ShardingContext) -> tuple[KVStack, KV]:
+        """Write keys and values [B, T, K, E] to the next layer, from a slot on.
+
+        Returns:
+            The stack with its next layer advanced, and all slots of the written layer.
+        """
+        start = (self.layer, 0, slot, 0, 0)
+        keys, values = (
+            sharding.constrain(lax.dynamic_update_slice(stack, update[None], start), *KV_CACHE_DIMS)
+            for stack, update in ((self.keys, new.keys), (self.values, new.values))
+        )
+        layer_kv = KV(take_layer(keys, self.layer), take_layer(values, self.layer))
+        return KVStack(keys, values, self.layer + 1), layer_kv
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stacks", "length"], meta_fields=["num_slots"])
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers. Layers are appended to in order.
+
+    `length` is an array, so that one compiled step serves all slots.
+
+    Attributes:
+        stacks: The layers by their number of slots: `num_slots`, or the width of a shorter sliding window.
+        length: int32 [], the number of tokens per row so far.
+        num_slots: Maximum number of tokens per row.
+    """
+
+    stacks: Mapping[int, KVStack]
+    length: Array
+    num_slots: int
+
+    @property
+    def layer(self) -> Array:
+        """The layer of the model that `append` writes to next, int32 []."""
+        return sum((stack.layer for stack in self.stacks.values()), jnp.int32(0))
+
+    def append(self, new: KV, window: int, sharding: ShardingContext) -> tuple[KVCache, KV]:
+        """Write the keys and values of T tokens to the next layer.
+
+        Args:
+            new: Keys and values of one token, or of T tokens if the cache is empty.
+            window: Sliding window of the layer.
+            sharding: The device mesh and its rules.
+
+        Returns:
+            The cache with its next layer advanced, and the keys and values that the queries of the tokens attend to:
+            `new` itself in an empty cache, else all slots of the layer. `key_slots` has their slots.
+        """
+        slots, count = layer_slots(window, self.num_slots), new.keys.shape[1]
+        kept = KV(*(_last_slots(array, slots) for array in new)) if count > slots else new
+        stack, layer_kv = self.stacks[slots].write(kept, self.length % slots if count == 1 else jnp.int32(0), sharding)
+        cache = dataclasses.replace(self, stacks={**self.stacks, slots: stack})
+        return cache, layer_kv if count == 1 else new
+
+    def key_slots(self, window: int, count: int) -> Array:
+        """Return the slot of the batch of each key that `append` returns for `count` tokens.
+
+        Returns:
+            int32 [S]; negative for a slot of a ring that has no token yet.
+        """
+        if count > 1:
+            return jnp.arange(count)
+        slots = layer_slots(window, self.num_slots)
+        if slots == self.num_slots:
+            return jnp.arange(slots)
+        return self.length - (self.length - jnp.arange(slots)) % slots
+
+    def advance(self, count: int) -> KVCache:
+        """Count `count` more tokens, and reset the next layer to the first one."""
+        stacks = {slots: stack._replace(layer=jnp.zeros_like(stack.layer)) for slots, stack in self.stacks.items()}
+        return dataclasses.replace(self, stacks=stacks, length=self.length + count)
+
+
+def empty_kv_cache(
+    windows: Sequence[int], shape: tuple[int, int, int, int], dtype: str, sharding: ShardingContext
+) -> KVCache:
+    """Allocate an empty cache.
+
+    Args:
+        windows: Sliding window of each layer.
+        shape: [B, S, K, E] of a layer with full attention.
+        dtype: Dtype of keys and values.
+        sharding: The device mesh and its rules.
+    """
+    rows, num_slots, *head_shape = shape
+    layers = [layer_slots(window, num_slots) for window in windows]
+
+    def allocate(slots: int) -> KVStack:
+        stack_shape = (layers.count(slots), rows, slots, *head_shape)
+        keys, values = (sharding.constrain(jnp.zeros(stack_shape, dtype), *KV_CACHE_DIMS) for _ in range(2))
+        return KVStack(keys, values, layer=jnp.int32(0))
+
+    return KVCache({slots: allocate(slots) for slots in sorted({*layers})}, jnp.int32(0), num_slots)
+
+
+def layer_slots(window: int, num_slots: int) -> int:
+    """Return the number of slots of a layer with a sliding window, for at most `num_slots` tokens per row."""
+    return num_slots if window == FULL_ATTENTION else min(window, num_slots)
+
+
+def _last_slots(array: Array, slots: int) -> Array:
+    """Return the last tokens of [B, T, K, E] in the order of a ring: token i in slot i % `slots`."""
+    count = array.shape[1]
+    return jnp.roll(array[:, count - slots :], count % slots, axis=1)
