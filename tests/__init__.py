@@ -14,7 +14,11 @@ import tempfile
 from importlib.metadata import version
 
 FAST_COMPILE_FLAGS = {  # by version of jaxlib: an unknown flag ends the process
-    "0.10": ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"),
+    "0.10": (
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ),
     "0.11": ("--xla_backend_optimization_level=0",),
     "0.12": ("--xla_backend_optimization_level=0",),
 }

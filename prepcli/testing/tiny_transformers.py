@@ -152,15 +152,16 @@ def has_encoder(config: HFConfig) -> bool:
 def model_logits(
     model: ModelSpec, params: Tree, batch: Tensors, forward_config: ForwardConfig = UNSCANNED
 ) -> np.ndarray:
-    """Compute logits [B, T, V] of a batch's tokens.
+    """Compute logits [B, T, V] of a batch's tokens."""
 
-    The forward pass is not compiled as a whole, so that models share the executables of its parts.
-    """
-    arrays = {name: jnp.asarray(batch[name]) for name in ("tokens", "source", "present") if name in batch}
-    encoder_output = None
-    if "source" in arrays:
-        encoder_output = transformer.encode(params, arrays["source"], model, forward_config, arrays["present"])
-    return np.asarray(transformer.compute_logits(params, arrays["tokens"], model, forward_config, encoder_output))
+    @jax.jit
+    def compute(params: Tree, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        encoder_output = None
+        if "source" in arrays:
+            encoder_output = transformer.encode(params, arrays["source"], model, forward_config, arrays["present"])
+        return transformer.compute_logits(params, arrays["tokens"], model, forward_config, encoder_output)
+
+    return np.asarray(compute(params, {name: batch[name] for name in ("tokens", "source", "present") if name in batch}))
 
 
 def loss_and_gradients(

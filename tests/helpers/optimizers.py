@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,11 @@ KEYS: Mapping[str, dict[str, Any]] = {  # keys of a table that use every part of
     "sgd": {"lr": 1e-1, "weight_decay": 0.1},
     "palm": {"lr": 1e-2},
 }
+COMPACT: dict[str, Any] = {  # the leaves that are not frozen have one, two and more axes; few of them compile fast
+    "moment_dtype": "bfloat16",
+    "ema": 0.9,
+    "freeze": ("embed.positions", "re:attn_norm|mlp\\.up|attn\\.[qko]"),
+}
 
 
 def make_optimizer(name: str, **keys: Any) -> Optimizer:
@@ -40,6 +45,14 @@ def compile_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, 
     """Return the compiled training step of a setup."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
+
+
+@cache
+def compiled_run(name: str, *, is_compact: bool = False) -> tuple[StepSetup, Callable[..., Any]]:
+    """Return a setup on one device and its compiled step; with all of `COMPACT` and micro-batches if `is_compact`."""
+    optimizer = make_optimizer(name, **(COMPACT if is_compact else {}))
+    setup = runs.make_setup(optimizer=optimizer, accumulate=2 if is_compact else 1)
+    return setup, compile_step(setup)
 
 
 def take_steps(setup: StepSetup, state: TrainState, *, until: int, step: Any = None) -> TrainState:

@@ -18,6 +18,7 @@ from prepcli.sources.locate import locate
 from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
 from prepcli.sources.opening import open_source
 from tests.helpers import runs
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, GPT_NEO, LLAMA, make_checkpoint
 from tests.helpers.training_folder import make_training_folder
@@ -29,9 +30,9 @@ from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model
 from trainer.training.loading import init_state
 from trainer.training.step import StepSetup
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
+peft = lazy_module("peft")
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) * 5 % 131
 CASES = {

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_meta_folder
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 SMALL_LLAMA = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2,
                  "vocab_size": 132}  # fmt: skip

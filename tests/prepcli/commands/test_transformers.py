@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, FAMILY_CONFIGS, make_checkpoint
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = lazy_module("torch")
+transformers = lazy_module("transformers")
 
 T5 = FAMILY_CONFIGS["t5"]
 FAMILIES = pytest.mark.parametrize("base", ALL_CONFIGS[:3], ids=[base["model_type"] for base in ALL_CONFIGS[:3]])

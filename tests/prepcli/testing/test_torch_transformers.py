@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from prepcli.testing.torch_transformers import exact_log
+from tests.helpers.lazy_modules import lazy_module
 
-torch = pytest.importorskip("torch")
+torch = lazy_module("torch")
 
 
 def test_exact_log_rounds_the_exact_logarithm():

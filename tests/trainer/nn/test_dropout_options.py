@@ -88,9 +88,11 @@ def test_block_drops_outputs_before_residual_additions(family: str):
     mask = dataclasses.replace(causal_mask(jnp.arange(LENGTH)), cos_sin=cos_sin)
     context = LayerContext(arch_config, mask, dropout=masks, ffn_chunk_size=4)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)
-    output = block(x, layers[0], context)[0]
-    np.testing.assert_allclose(output, block_by_formula(x, layers[0], context), atol=2e-5)
-    without = block(x, layers[0], dataclasses.replace(context, dropout=None))[0]
+    output = jax.jit(lambda x, layer: block(x, layer, context)[0])(x, layers[0])
+    expected = jax.jit(lambda x, layer: block_by_formula(x, layer, context))(x, layers[0])
+    np.testing.assert_allclose(output, expected, atol=2e-5)
+    no_dropout = dataclasses.replace(context, dropout=None)
+    without = jax.jit(lambda x, layer: block(x, layer, no_dropout)[0])(x, layers[0])
     assert relative_error(np.asarray(without), np.asarray(output)) > 0.05
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,12 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from prepcli.testing.tiny_transformers import UNSCANNED, model_logits, random_batch, random_tensors, tiny_transformer
+from prepcli.testing.tiny_transformers import (
+    UNSCANNED,
+    TinyTransformer,
+    random_batch,
+    random_tensors,
+    tiny_transformer,
+)
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import LLAMA, T5, T5_GATED
 from trainer.models.axis_map import bind_row
 from trainer.models.errors import PrepError
-from trainer.models.param_tree import param_leaves
+from trainer.models.param_tree import Tree, param_leaves
 from trainer.models.parameters import parameter_rows
 from trainer.models.registry import FAMILIES
 from trainer.nn import transformer
@@ -24,28 +31,43 @@ from trainer.nn.initialization import init_params
 FAMILY = FAMILIES["t5"]
 
 
+def compile_logits(tiny: TinyTransformer) -> Callable[[Tree, Mapping[str, np.ndarray]], np.ndarray]:
+    """Return a function that computes the logits of a batch, compiled once for each shape of a batch."""
+
+    @jax.jit
+    def compute(params: Tree, batch: Mapping[str, jax.Array]) -> jax.Array:
+        encoder_output = transformer.encode(params, batch["source"], tiny.model, UNSCANNED, batch["present"])
+        return transformer.compute_logits(params, batch["tokens"], tiny.model, UNSCANNED, encoder_output)
+
+    return lambda params, batch: np.asarray(
+        compute(params, {name: batch[name] for name in ("tokens", "source", "present")})
+    )
+
+
 def test_source_padding_does_not_change_logits():
     tiny = tiny_transformer(T5)
     params, batch = tiny.params_from_tensors(random_tensors(T5)), random_batch(29, 2, 7, has_source=True)
-    logits = model_logits(tiny.model, params, batch)
+    compute_logits = compile_logits(tiny)
+    logits = compute_logits(params, batch)
     changed_padding = np.where(batch["present"], batch["source"], 28 - batch["source"]).astype(np.int32)
-    np.testing.assert_array_equal(logits, model_logits(tiny.model, params, batch | {"source": changed_padding}))
+    np.testing.assert_array_equal(logits, compute_logits(params, batch | {"source": changed_padding}))
     length = int(batch["present"][1].sum())
     assert length < 12
     short = {"tokens": batch["tokens"][1:], **{name: batch[name][1:, :length] for name in ("source", "present")}}
-    np.testing.assert_allclose(model_logits(tiny.model, params, short)[0], logits[1], atol=5e-6)
+    np.testing.assert_allclose(compute_logits(params, short)[0], logits[1], atol=5e-6)
 
 
 def test_logits_depend_on_all_of_source_and_earlier_targets():
     tiny = tiny_transformer(T5_GATED)
     params, batch = tiny.params_from_tensors(random_tensors(T5_GATED)), random_batch(29, 1, 7, has_source=True)
     batch["present"][:] = True
-    logits = model_logits(tiny.model, params, batch)
+    compute_logits = compile_logits(tiny)
+    logits = compute_logits(params, batch)
 
     def change_of_logits(name: str, index: int) -> np.ndarray:
         tokens = batch[name].copy()
         tokens[0, index] = (tokens[0, index] + 1) % 29
-        return abs(model_logits(tiny.model, params, batch | {name: tokens}) - logits).max(-1)
+        return abs(compute_logits(params, batch | {name: tokens}) - logits).max(-1)
 
     assert (change_of_logits("source", 11) > 1e-4).all()
     assert (change_of_logits("source", 0) > 1e-4).all()

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+from tests.helpers.lazy_modules import lazy_module
+
+torch = lazy_module("torch")
+lazy_module("transformers")
 
 from tests.helpers import fuzz_configs, fuzz_samples  # noqa: E402
 from tests.helpers.fuzz_configs import (  # noqa: E402

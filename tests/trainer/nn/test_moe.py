@@ -127,7 +127,8 @@ def test_moe_mlp_in_token_chunks_is_as_exact(chunk_size: int):
 
 def run_forward(x: Array, weights: Mapping[str, Any], top_k: int = 2) -> np.ndarray:
     """Compute the output."""
-    return np.asarray(moe_mlp(x, weights, make_moe_arch(top_k), ShardingContext()), np.float64)
+    compute = jax.jit(lambda x, weights: moe_mlp(x, weights, make_moe_arch(top_k), ShardingContext()))
+    return np.asarray(compute(x, weights), np.float64)
 
 
 def test_expert_without_tokens_is_not_computed():

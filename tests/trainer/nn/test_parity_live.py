@@ -20,12 +20,13 @@ from prepcli.testing.tiny_transformers import (
 )
 from prepcli.testing.torch_transformers import torch_gradients, torch_logits, torch_model
 from tests.golden import make_decoders
+from tests.helpers.lazy_modules import lazy_module
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_configs import GOLDEN, LIVE, T5
 from trainer.nn.model_spec import ForwardConfig
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = lazy_module("torch")
+lazy_module("transformers")
 
 UNSCANNED_FAMILIES = ("gpt2", "gpt_neo", "llama")  # the layers of all other families are scanned here
 SHORT, LONG = (7, 4), (300,)  # lengths of right-padded rows; shapes of the golden files, which are already compiled

@@ -86,8 +86,12 @@ def run_blockwise(draw: Draw) -> tuple[Array, dict[str, Array]]:
         mask = AttentionMask(**{key: as_jax(value) for key, value in draw.mask.items()}, bias=bias)
         return blockwise_attention(inputs["q"], KV(inputs["k"], inputs["v"]), arch_config, mask, draw.options)
 
-    output, pullback = jax.vjp(attend, float32_inputs(draw))
-    return output, pullback(jnp.asarray(draw.output_gradient))[0]
+    @jax.jit
+    def run(inputs: dict[str, Array], output_gradient: Array) -> tuple[Array, dict[str, Array]]:
+        output, pullback = jax.vjp(attend, inputs)
+        return output, pullback(output_gradient)[0]
+
+    return run(float32_inputs(draw), jnp.asarray(draw.output_gradient))
 
 
 def as_jax(value: Any) -> Any:
@@ -229,8 +233,8 @@ def test_tiles_without_visible_keys_are_not_computed(window: int, poisoned: slic
         return blockwise_attention(q, KV(k, v), make_arch(), mask, AttentionOptions("blockwise", 4, 4)).sum()
 
     poison = [x.at[:, poisoned].set(jnp.nan) for x in (k, v)]
-    clean = jax.value_and_grad(attend, argnums=(0, 1, 2))(queries, k, v)
-    poisoned_results = jax.value_and_grad(attend, argnums=(0, 1, 2))(queries, *poison)
+    run = jax.jit(jax.value_and_grad(attend, argnums=(0, 1, 2)))
+    clean, poisoned_results = run(queries, k, v), run(queries, *poison)
     assert jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), poisoned_results) == jax.tree.map(
         lambda _: True, poisoned_results
     )

@@ -44,11 +44,16 @@ def run(kernel: AttentionKernel, heads: Heads, mask: dict[str, Any], softcap: fl
     positions = jnp.arange(heads[0].shape[1])
     attention_mask = AttentionMask(positions, positions, **mask)
     arch_config = dataclasses.replace(ARCH, attn_logit_softcap=softcap)
-    gradient = reference_attention(heads[0], KV(*heads[1:]), arch_config, attention_mask, AttentionOptions())
-    output, pullback = jax.vjp(
-        lambda q, k, v: kernel(q, KV(k, v), arch_config, attention_mask, AttentionOptions()), *heads
-    )
-    return output, *pullback(gradient)
+
+    def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array) -> Array:
+        return kernel(q, KV(k, v), arch_config, attention_mask, AttentionOptions())
+
+    @jax.jit
+    def compute(*heads: Array) -> tuple[Any, ...]:
+        output, pullback = jax.vjp(partial(attend, kernel), *heads)
+        return output, *pullback(attend(reference_attention, *heads))
+
+    return compute(*heads)
 
 
 def check(length: int, mask: dict[str, Any], softcap: float = NO_SOFTCAP) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from tests.helpers import runs
-from tests.helpers.optimizers import KEYS, compile_step, make_optimizer, take_steps
+from tests.helpers.optimizers import COMPACT, KEYS, compiled_run, make_optimizer, take_steps
 from tests.helpers.slow_cases import slow_except
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import restore_state
 from trainer.training.step import StepSetup, TrainState
 
 STEPS = 6
-COMPACT: dict[str, Any] = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("embed.positions", "re:mlp.up")}
-CASES = [(name, {}, k) for name in KEYS for k in range(1, STEPS)] + [
-    (name, COMPACT, k) for name in KEYS for k in range(1, STEPS)
-]
+CASES = [(name, is_compact, k) for is_compact in (False, True) for name in KEYS for k in range(1, STEPS)]
 
 
 def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
@@ -27,10 +22,9 @@ def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
     return restore_state(runs.MemoryReader(arrays), setup)
 
 
-@pytest.mark.parametrize(("name", "keys", "k"), slow_except(CASES, lambda case: case[2] == 3))
-def test_resume_equals_the_uninterrupted_run(name: str, keys: dict[str, Any], k: int):
-    setup = runs.make_setup(optimizer=make_optimizer(name, **keys))
-    step = compile_step(setup)
+@pytest.mark.parametrize(("name", "is_compact", "k"), slow_except(CASES, lambda case: case[2] == 3))
+def test_resume_equals_the_uninterrupted_run(name: str, is_compact: bool, k: int):
+    setup, step = compiled_run(name, is_compact=is_compact)
     at_k = take_steps(setup, runs.make_state(setup), until=k, step=step)
     whole = take_steps(setup, at_k, until=STEPS, step=step)
     resumed = take_steps(setup, save_and_restore(at_k, setup), until=STEPS, step=step)
@@ -49,7 +43,8 @@ def test_state_moves_to_any_mesh(name: str, mesh: str):
 @pytest.mark.parametrize("name", KEYS)
 def test_steps_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)
-    expected = take_steps(setup := runs.make_setup(optimizer=optimizer), runs.make_state(setup), until=3)
+    setup, step = compiled_run(name)
+    expected = take_steps(setup, runs.make_state(setup), until=3, step=step)
     on_mesh = runs.make_setup(mesh="1,2,4", optimizer=optimizer)
     actual = take_steps(on_mesh, runs.make_state(on_mesh), until=3)
     for path in ("mlp", "attn"):
