@@ -29,6 +29,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "bf16", "bfloat16", "use_bf16", "fp16", "float16", "dtype", "torch_dtype", "compute_dtype",
         "mixed_precision", "precision", "mixed_precision_param",
     ),
+    "model.param_dtype": ("params_dtype", "parameter_dtype", "weight_dtype", "master_dtype"),
     "model.scan_layers": ("scan", "use_scan", "scan_blocks", "param_scan"),
     "model.remat_policy": (
         "gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",

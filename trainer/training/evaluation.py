@@ -92,7 +92,7 @@ def evaluate(
     """Compute loss and accuracy on a dataset; sums of batches are added in float64.
 
     Args:
-        params: Float32 parameters, sharded by the partition rules of `sharding`.
+        params: Parameters in float32 or bfloat16, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
         eval_step: Computes the sums of a batch, from `jit_eval_step`.
         sharding: The device mesh of the batches.

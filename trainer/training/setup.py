@@ -243,6 +243,7 @@ def build_step_setup(
         metric_fn=token_functions.metric_fn,
         loss_scale=_loss_scale(recipe),
         reduction_shards=num_shards,
+        param_dtype=recipe.model.param_dtype,
     )
 
 

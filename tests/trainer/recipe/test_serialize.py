@@ -23,7 +23,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
-    *("objective", "noise_density", "mean_noise_span_length"),
+    *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
 )
 ADDED_TABLES = ("loss", "log", "lora")
 CHANGED_DEFAULTS = {  # text now, the text in the digests, and the recipes that have it
@@ -43,6 +43,7 @@ init = "checkpoint"                             # default
 # config: the config of `path` or `preset`      # default
 # overrides: no changes                         # default
 dtype = "float32"                               # default
+param_dtype = "float32"                         # default
 scan_layers = true                              # default
 remat_policy = "nothing_saveable"
 offload = "none"                                # default

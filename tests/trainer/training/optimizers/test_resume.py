@@ -15,9 +15,10 @@ from trainer.training.loading import restore_state
 from trainer.training.step import StepSetup, TrainState
 
 STEPS = 6
+PARAM_DTYPE = {"param_dtype": "bfloat16"}
 COMPACT: dict[str, Any] = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("embed.positions", "re:mlp.up")}
-CASES = [(name, {}, k) for name in KEYS for k in range(1, STEPS)] + [
-    (name, COMPACT, k) for name in KEYS for k in range(1, STEPS)
+CASES = [(name, {}, {}, k) for name in KEYS for k in range(1, STEPS)] + [
+    (name, COMPACT, PARAM_DTYPE, k) for name in KEYS for k in range(1, STEPS)
 ]
 
 
@@ -27,9 +28,9 @@ def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
     return restore_state(runs.MemoryReader(arrays), setup)
 
 
-@pytest.mark.parametrize(("name", "keys", "k"), slow_except(CASES, lambda case: case[2] == 3))
-def test_resume_equals_the_uninterrupted_run(name: str, keys: dict[str, Any], k: int):
-    setup = runs.make_setup(optimizer=make_optimizer(name, **keys))
+@pytest.mark.parametrize(("name", "keys", "options", "k"), slow_except(CASES, lambda case: case[3] == 3))
+def test_resume_equals_the_uninterrupted_run(name: str, keys: dict[str, Any], options: dict[str, Any], k: int):
+    setup = runs.make_setup(optimizer=make_optimizer(name, **keys), **options)
     step = compile_step(setup)
     at_k = take_steps(setup, runs.make_state(setup), until=k, step=step)
     whole = take_steps(setup, at_k, until=STEPS, step=step)
@@ -41,8 +42,8 @@ def test_resume_equals_the_uninterrupted_run(name: str, keys: dict[str, Any], k:
 @pytest.mark.parametrize("mesh", slow_except(["1,2,4", "8,1,1"], ["1,2,4"]))
 def test_state_moves_to_any_mesh(name: str, mesh: str):
     optimizer = make_optimizer(name, **COMPACT)
-    before = runs.make_state(runs.make_setup(mesh="1,4,2", optimizer=optimizer))
-    after = save_and_restore(before, runs.make_setup(mesh=mesh, optimizer=optimizer))
+    before = runs.make_state(runs.make_setup(mesh="1,4,2", optimizer=optimizer, **PARAM_DTYPE))
+    after = save_and_restore(before, runs.make_setup(mesh=mesh, optimizer=optimizer, **PARAM_DTYPE))
     assert runs.state_bytes(after) == runs.state_bytes(before)
 
 

@@ -1,0 +1,134 @@
+"""Updates of parameters in bfloat16, compared with float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import runs
+from tests.helpers.optimizers import KEYS, compile_step, make_optimizer, random_gradients
+from trainer.models.param_tree import flatten_tree, unflatten_tree
+from trainer.training import feed
+from trainer.training.optimizers.optimizer import Optimizer
+from trainer.training.optimizers.rounding import RoundingKey, narrow_params, round_to_nearest, widen
+from trainer.training.step import StepSetup
+
+LOW_MASK = 0xFFFF  # of the bits that bfloat16 lacks
+
+
+def bits_of(x: Any) -> np.ndarray:
+    """Return the bits of an array of bfloat16 or float32 as those of float32."""
+    return np.asarray(x).astype(np.float32).view(np.uint32)
+
+
+def update_once(optimizer: Optimizer, setup: StepSetup, params: Any) -> Any:
+    """Return the parameters and the optimizer state after one update with random gradients."""
+    leaves = setup.model.leaves
+
+    @jax.jit
+    def update(gradients: Any, params: Any) -> Any:
+        return optimizer.update(
+            gradients,
+            optimizer.init(params, leaves),
+            params,
+            leaves=leaves,
+            learning_rate=jnp.float32(1e-2),
+            rounding=RoundingKey(7, jnp.int32(1)),
+        )
+
+    return update(random_gradients(params, 0), params)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=64, max_size=64))
+def test_round_to_nearest_equals_a_cast_on_the_host(bits: list[int]):
+    edges = [0x00000001, 0x00008000, 0x80018000, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F7F8000, 0x7F800000, 0xFF800000]
+    x = np.array([*edges, *bits], np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        expected = x.astype(ml_dtypes.bfloat16)
+    actual = np.asarray(jax.jit(round_to_nearest)(x))
+    is_nan = np.isnan(x)
+    assert np.array_equal(np.isnan(actual), is_nan)
+    assert np.array_equal(actual.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan])
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_bfloat16_update_is_the_float32_update_rounded_once(name: str):
+    optimizer = make_optimizer(name, ema=0.75)
+    setup = runs.make_setup(optimizer=optimizer, param_dtype="bfloat16")
+    before = runs.make_state(setup)["params"]
+    expected, expected_state = update_once(optimizer, setup, widen(before))
+    actual, state = update_once(optimizer, setup, before)
+    for path, leaf in flatten_tree(actual).items():
+        assert leaf.dtype == jnp.bfloat16
+        exact = bits_of(flatten_tree(expected)[path])
+        distance = bits_of(leaf).astype(np.int64) - (exact & ~np.uint32(LOW_MASK)).astype(np.int64)
+        assert set(np.unique(distance)) <= {0, LOW_MASK + 1}, path
+        assert (bits_of(leaf) != exact).any()
+        start, average = (flatten_tree(tree)[path] for tree in (before, state["ema"]))
+        assert average.dtype == jnp.float32
+        np.testing.assert_allclose(average, 0.75 * widen(start) + 0.25 * widen(leaf), rtol=1e-6)
+    moments = [{k: v for k, v in tree.items() if k != "ema"} for tree in (state, expected_state)]
+    for a, b in zip(*map(jax.tree.leaves, moments), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_updates_below_the_spacing_are_kept_on_average():
+    """An update of a twentieth of the spacing is lost if it is rounded to nearest."""
+    path, leaf = next((path, leaf) for path, leaf in runs.make_setup().model.leaves.items() if len(leaf.shape) == 3)
+    params = unflatten_tree({path: jnp.ones(leaf.shape, jnp.bfloat16)})
+    step_size = 2**-7 / 20
+
+    @jax.jit
+    def add(params: Any, step: jax.Array) -> Any:
+        updated = jax.tree.map(lambda x: x + step_size, widen(params))
+        return narrow_params(updated, params, leaves={path: leaf}, key=RoundingKey(0, step))
+
+    for step in range(40):
+        params = add(params, jnp.int32(step))
+    mean = float(np.asarray(flatten_tree(widen(params))[path], np.float64).mean())
+    assert mean == pytest.approx(1 + 40 * step_size, abs=2**-7 / 10)
+
+
+def test_gradients_of_bfloat16_parameters_are_float32():
+    """Rounding the gradients to bfloat16 changes their norm by more than the tolerance."""
+    norms, rounded = [], runs.make_setup(accumulate=2, param_dtype="bfloat16")
+    params = runs.make_state(rounded)["params"]
+    for setup, start in ((rounded, params), (runs.make_setup(accumulate=2), widen(params))):
+        job = runs.make_job(setup)
+        batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+        state = {**runs.make_state(setup), "params": start}
+        norms.append(float(compile_step(setup)(state, batch)[1]["grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_rounded_parameters_do_not_depend_on_the_mesh():
+    """Equal updated parameters in float32 have equal bits in bfloat16."""
+    rounded = []
+    for mesh in ("", "1,2,4"):
+        setup = runs.make_setup(mesh=mesh)
+        params = runs.make_state(setup)["params"]
+
+        @jax.jit
+        def narrow(params: Any, setup: StepSetup = setup) -> Any:
+            before = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+            return narrow_params(params, before, leaves=setup.model.leaves, key=RoundingKey(7, jnp.int32(1)))
+
+        rounded.append(flatten_tree(jax.device_get(narrow(params))))
+    assert all(np.array_equal(value, rounded[1][path]) for path, value in rounded[0].items())
+
+
+def test_skipped_step_keeps_bfloat16_parameters():
+    setup = runs.make_setup(param_dtype="bfloat16")
+    job, state = runs.make_job(setup), runs.make_state(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+    after, _ = compile_step(setup)(state, {**batch, "weights": jnp.zeros_like(batch["weights"])})
+    assert int(after["skipped"]) == 1
+    assert runs.state_bytes(after["params"]) == runs.state_bytes(state["params"])
