@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prepcli.api import load_params
+import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.manifest import read_manifest
@@ -57,7 +57,7 @@ def test_bfloat16_run_is_saved_resumed_and_exported(work_dir: Path, capsys: pyte
     assert main(["verify", "narrow", "parts", "-q"]) == OK
     assert main(["export", "parts", "--dtype", "float32", "--out", "wide", "-q"]) == OK
     for checkpoint in ("parts", "narrow", "wide"):
-        for path, leaf in flatten_tree(load_params(checkpoint, "1,2,4")).items():
+        for path, leaf in flatten_tree(prep.load_params(checkpoint, "1,2,4")).items():
             assert np.array_equal(np.asarray(leaf), state[f"params.{path}"].astype(np.float32)), (checkpoint, path)
 
 

@@ -106,8 +106,8 @@ def test_adapters_have_the_dtype_and_the_base_keeps_its_own():
 def test_compiled_step_takes_2_bytes_less_per_parameter():
     sizes = []
     for dtype in ("float32", "bfloat16"):
-        setup = runs.make_setup(runs.LLAMA, "1,1,1", param_dtype=dtype)
+        setup = runs.make_setup(runs.LLAMA, "8,1,1", param_dtype=dtype)
         batch = batch_shapes(runs.make_job(setup).train, 8, setup.sharding)
-        sizes.append(compile_plan(setup, batch, "1 CPU device").argument_nbytes)
+        sizes.append(compile_plan(setup, batch, "8 CPU devices").argument_nbytes)
     num_parameters = sum(math.prod(leaf.shape) for leaf in runs.make_setup(runs.LLAMA).model.leaves.values())
     assert sizes[0] - sizes[1] == 2 * num_parameters

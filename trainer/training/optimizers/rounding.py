@@ -87,7 +87,7 @@ def round_stochastically(x: Array, bits: Array) -> Array:
         x: Float32 values; infinities and NaN stay.
         bits: Random uint32 of the same shape; the upper half is used.
     """
-    return _cut_low_bits(x, bits >> LOW_BITS)
+    return _cut_low_bits(x, lax.bitcast_convert_type(x, jnp.uint32) + (bits >> LOW_BITS))
 
 
 def round_to_nearest(x: Array) -> Array:
@@ -96,13 +96,13 @@ def round_to_nearest(x: Array) -> Array:
     The bits are rounded as integers: devices may flush subnormal values, and XLA may leave out a cast whose result is
     cast back.
     """
-    is_odd = (lax.bitcast_convert_type(x, jnp.uint32) >> LOW_BITS) & 1
-    return _cut_low_bits(x, uint32(2 ** (LOW_BITS - 1) - 1) + is_odd)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    is_odd = (bits >> LOW_BITS) & 1
+    return _cut_low_bits(x, bits + uint32(2 ** (LOW_BITS - 1) - 1) + is_odd)
 
 
-def _cut_low_bits(x: Array, addend: Array) -> Array:
-    """Add a number below 2^16 to the bits of float32 values and return their upper halves as bfloat16."""
-    wide = lax.bitcast_convert_type(x, jnp.uint32) + addend
+def _cut_low_bits(x: Array, wide: Array) -> Array:
+    """Return the upper halves of uint32 bits as bfloat16, and the values of `x` that are not finite."""
     rounded = lax.bitcast_convert_type((wide >> LOW_BITS).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
