@@ -98,7 +98,8 @@ class Optimizer:
     ) -> tuple[Tree, OptState]:
         """Return the trained parameters and the state after a step.
 
-        The update is computed in float32. Parameters in bfloat16 are rounded stochastically; averages are float32.
+        The update is computed in float32. Parameters in bfloat16 are rounded stochastically; averages are float32, of
+        the values before they are rounded.
 
         Args:
             gradients: Clipped gradients of the trained parameters, in float32.
@@ -114,9 +115,8 @@ class Optimizer:
             gradients, widen(moments), wide_params, learning_rate=learning_rate
         )
         updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)
-        updated = narrow_params(updated, params, leaves=leaves, key=rounding)
         new_state: Any = narrow_moments(wide, leaves, self.moment_dtype, rounding)
         if self.ema:
-            averages = jax.tree.map(lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], widen(updated))
+            averages = jax.tree.map(lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], updated)
             new_state = {**new_state, EMA: averages}
-        return updated, new_state
+        return narrow_params(updated, params, leaves=leaves, key=rounding), new_state
