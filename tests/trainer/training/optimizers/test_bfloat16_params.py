@@ -20,7 +20,7 @@ from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, narrow_params, round_to_nearest, widen
 from trainer.training.step import StepSetup
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-7}  # of float32 in two programs
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}  # of float32 in two programs
 
 
 def spacing_of(x: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from trainer.training.loading import restore_state
 from trainer.training.step import StepSetup, TrainState
 
 STEPS = 6
-PARAM_DTYPE = {"param_dtype": "bfloat16"}
+PARAM_DTYPE: dict[str, Any] = {"param_dtype": "bfloat16"}
 COMPACT: dict[str, Any] = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("embed.positions", "re:mlp.up")}
 CASES = [(name, {}, {}, k) for name in KEYS for k in range(1, STEPS)] + [
     (name, COMPACT, PARAM_DTYPE, k) for name in KEYS for k in range(1, STEPS)
