@@ -35,7 +35,7 @@ from prepcli.commands.train_lora import base_facts, check_base, with_adapters
 from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.commands.train_prepare import prepare_run
 from prepcli.commands.train_processes import JobContext, compare_settings, compare_start, connect_processes
-from prepcli.commands.train_report import TrainReporter, run_summary_lines
+from prepcli.commands.train_report import TrainReporter, rounding_text, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
 from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_last_step, open_model_start
@@ -142,7 +142,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
         with start.rename_in_errors():
-            state = _load_train_state(run, start)
+            state = _load_train_state(run, start, ui)
         if start.lora is not None:
             assert run.recipe.model.path is not None
             facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
@@ -231,7 +231,7 @@ def _last_step(place: RunPlace, request: TrainRequest, group: ProcessGroup) -> i
     return int(group.broadcast("last step", str(steps[-1] if steps else 0)))
 
 
-def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
+def _load_train_state(run: Run, start: StartCheckpoint, ui: Ui) -> TrainState:
     """Read the state to resume from, or initialize it with the start checkpoint's parameters or random ones."""
     from trainer.training.loading import init_state, random_state, restore_state
     from trainer.training.step import has_optimizer_state
@@ -240,7 +240,9 @@ def _load_train_state(run: Run, start: StartCheckpoint) -> TrainState:
     if isinstance(base, RandomReader) or isinstance(reader, RandomReader):
         return random_state(run.job.setup, run.recipe.seed)
     if not run.step:
-        return init_state(base, run.job.setup, start.adapters)
+        return init_state(
+            base, run.job.setup, start.adapters, on_rounding=lambda counts: ui.note(rounding_text(counts))
+        )
     is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
     if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"

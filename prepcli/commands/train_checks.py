@@ -15,8 +15,8 @@ from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.execution.run_place import RunPlace
+from prepcli.planning.tensors import itemsize
 from trainer.models.attention_kernels import ANY_ACCELERATOR, CPU
-from trainer.models.memory_inputs import FLOAT32
 from trainer.models.param_tree import ParamLeaf
 from trainer.models.rules import Rules
 from trainer.planning.memory_changes import find_memory_change
@@ -156,8 +156,8 @@ def host_memory() -> dict[str, int | None]:
 
 
 def checkpoint_nbytes(recipe: Recipe, leaves: Mapping[str, ParamLeaf]) -> int:
-    """Return the size of one checkpoint: float32 parameters, and the optimizer state if it is saved."""
-    params_nbytes = FLOAT32 * sum(math.prod(leaf.shape) for leaf in leaves.values())
+    """Return the size of one checkpoint: parameters, and the optimizer state if it is saved."""
+    params_nbytes = itemsize(recipe.model.param_dtype) * sum(math.prod(leaf.shape) for leaf in leaves.values())
     if not recipe.checkpoint.optimizer_state:
         return params_nbytes
     return params_nbytes + sum(leaf.nbytes for leaf in state_leaves(recipe.optimizer, leaves))

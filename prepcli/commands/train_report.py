@@ -40,9 +40,9 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
         sharding, trained = setup.forward_config.sharding, setup.model.trained_leaves
-        device_nbytes = 3 * param_nbytes_per_device(trained, sharding) + sum(
-            param_nbytes_per_device({path: leaves[path]}, sharding, itemsize(setup.frozen_dtypes.get(path, "float32")))
-            for path in setup.model.frozen_paths
+        device_nbytes = 2 * param_nbytes_per_device(trained, sharding) + sum(
+            param_nbytes_per_device({path: leaf}, sharding, itemsize(setup.param_dtype_of(path)))
+            for path, leaf in leaves.items()
         )
         state_size = format_bytes(device_nbytes)
         yield f"mesh {axes} = {mesh.n_devices} devices; {state_size} of parameters and moments per device"
@@ -72,6 +72,13 @@ def adapters_text(model: ModelSpec) -> str:
     trained, total = (sum(math.prod(leaf.shape) for leaf in x.values()) for x in (model.trained_leaves, model.leaves))
     share = f"{trained:,} of {total:,} parameters are trained"
     return f"adapters of rank {lora.rank} for {', '.join(lora.targets)}, scaled by {lora.scaling:g}; {share}"
+
+
+def rounding_text(counts: Mapping[str, Any]) -> str:
+    """Return the numbers of rounded and of changed parameters as text."""
+    return (
+        f"parameters {counts['from']} -> {counts['to']}: {counts['changed']:,} of {counts['values']:,} values changed"
+    )
 
 
 def attention_text(kernel: KernelChoice, options: AttentionOptions) -> str:

@@ -49,9 +49,14 @@ def compile_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, 
 
 @cache
 def compiled_run(name: str, *, is_compact: bool = False) -> tuple[StepSetup, Callable[..., Any]]:
-    """Return a setup on one device and its compiled step; with all of `COMPACT` and micro-batches if `is_compact`."""
-    optimizer = make_optimizer(name, **(COMPACT if is_compact else {}))
-    setup = runs.make_setup(optimizer=optimizer, accumulate=2 if is_compact else 1)
+    """Return a setup on one device and its compiled step.
+
+    With `is_compact` it has all of `COMPACT`, parameters in bfloat16, and micro-batches.
+    """
+    if not is_compact:
+        setup = runs.make_setup(optimizer=make_optimizer(name))
+    else:
+        setup = runs.make_setup(optimizer=make_optimizer(name, **COMPACT), accumulate=2, param_dtype="bfloat16")
     return setup, compile_step(setup)
 
 

@@ -30,6 +30,7 @@ from trainer.training.optimizers.adamw import AdamW
 from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
+from trainer.training.param_rounding import round_params
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
@@ -79,6 +80,7 @@ def make_setup(
     rules: Sequence[str] = (),
     dropout: DropoutConfig = NO_DROPOUT,
     optimizer: Optimizer = ADAMW,
+    param_dtype: str = "float32",
     **forward_options: Any,
 ) -> StepSetup:
     """Return the setup of a tiny model, on a mesh of CPU devices or on one device."""
@@ -86,12 +88,13 @@ def make_setup(
     family = FAMILIES[config["model_type"]]
     model = build_model(family, config, family.is_tied(config))
     forward_config = ForwardConfig(sharding=sharding, head_chunk_size=5, **forward_options)
-    return StepSetup(model, forward_config, optimizer, accumulate, dropout=dropout, seed=7)
+    return StepSetup(model, forward_config, optimizer, accumulate, dropout=dropout, seed=7, param_dtype=param_dtype)
 
 
 def make_state(setup: StepSetup, seed: int = 0) -> TrainState:
     """Return the state before the first step, with random parameters."""
-    state = init_train_state(jax.tree.map(jnp.asarray, _params(setup.model.family.name, seed)), setup)
+    params = jax.tree.map(jnp.asarray, _params(setup.model.family.name, seed))
+    state = init_train_state(round_params(params, setup), setup)
     if setup.forward_config.sharding.device_mesh is None:
         return state
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup)))

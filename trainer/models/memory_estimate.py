@@ -6,8 +6,9 @@ element in the dtype of the computation.
 
 At its peak a step needs
 
-    state                parameters in float32 and the optimizer state, split by the mesh: 12 bytes per parameter for
-                         two moments in float32. With LoRA the parameters besides the adapters keep their dtype
+    state                parameters and the optimizer state, split by the mesh: 12 bytes per parameter in float32 with
+                         two moments in float32, 10 in bfloat16. With LoRA the parameters besides the adapters keep
+                         their dtype
     gradients            their sum and the update, float32: 8 bytes per trained parameter. With exact reduction also
                          the unsplit sums of log2(n) + 1 subtrees, for n logical shards of the device, and with fsdp
                          the gathered parameters, float32: 4 bytes per parameter of the whole model each
@@ -120,7 +121,7 @@ def estimate_memory(inputs: MemoryInputs) -> MemoryEstimate:
     num_trained = sum(inputs.local_leaf_size(leaf) for leaf in inputs.trained_leaves.values())
     stacks = list(layer_stacks(inputs))
     return MemoryEstimate(
-        parameters=FLOAT32 * num_adapters + inputs.stored_itemsize * num_stored,
+        parameters=inputs.adapter_itemsize * num_adapters + inputs.stored_itemsize * num_stored,
         moments=_optimizer_nbytes(inputs, num_trained),
         gradients=FLOAT32 * GRADIENT_COPIES * num_trained + _exact_reduction_nbytes(inputs),
         saved=sum(stack.num_layers * stack.saved_nbytes + stack.weight_nbytes for stack in stacks),

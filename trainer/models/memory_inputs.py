@@ -72,6 +72,7 @@ class MemoryInputs:
             its backward pass, as XLA plans for CPUs.
         adapters: Adapters by path, if only they are trained; they are not in `leaves`. None to train all parameters.
         stored_itemsize: Bytes per element of the parameters in `leaves`.
+        adapter_itemsize: Bytes per element of the adapters.
     """
 
     arch_config: ArchConfig
@@ -95,6 +96,7 @@ class MemoryInputs:
     blocks_overlap: bool = True
     adapters: Mapping[str, ParamLeaf] | None = None
     stored_itemsize: int = FLOAT32
+    adapter_itemsize: int = FLOAT32
 
     @property
     def saved_leaves(self) -> Mapping[str, ParamLeaf]:

@@ -177,7 +177,9 @@ def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfi
         shared = {}
     else:
         scaling, shared = model.adapters.config.scaling, model.adapters.shared
-        leaves |= {path: leaves[path] * scaling for path in model.adapters.leaves if path.endswith(LORA_A)}
+        leaves |= {
+            path: leaves[path].astype(jnp.float32) * scaling for path in model.adapters.leaves if path.endswith(LORA_A)
+        }
     computed = {path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()}
     return unflatten_tree(computed | {path: computed[owner] for path, owner in shared.items()})
 

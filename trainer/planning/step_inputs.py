@@ -116,6 +116,7 @@ def step_inputs(
         optimizer_state=state_leaves(recipe.optimizer, model.leaves),
         frozen=frozenset(model.leaves.keys() - trained_leaves(recipe.optimizer, model.leaves).keys()),
         blocks_overlap=widens_bfloat16,
+        stored_itemsize=ITEMSIZES[recipe.model.param_dtype],
     )
 
 
@@ -133,6 +134,7 @@ def with_adapters(
     return replace(
         inputs,
         adapters=adapters,
+        adapter_itemsize=ITEMSIZES[recipe.model.param_dtype],
         stored_itemsize=stored_itemsize,
         optimizer_state=state_leaves(recipe.optimizer, adapters),
         frozen=frozenset(adapters.keys() - trained_leaves(recipe.optimizer, adapters).keys()),

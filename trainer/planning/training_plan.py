@@ -21,11 +21,9 @@ from trainer.planning.collectives import AxisTraffic, axis_traffic
 from trainer.planning.model_shapes import PlannedModel
 from trainer.planning.optimizer_state import check_patterns
 from trainer.planning.step_flops import StepFlops, count_step_flops
-from trainer.planning.step_inputs import run_dropout, step_inputs, with_adapters
+from trainer.planning.step_inputs import ITEMSIZES, run_dropout, step_inputs, with_adapters
 from trainer.planning.step_time import StepTime, estimate_step_time, step_tokens
 from trainer.recipe import Recipe
-
-FROZEN_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,7 @@ def _frozen_itemsize(recipe: Recipe, model: PlannedModel) -> int:
     """Return the bytes per element of frozen parameters; 4 if the config does not name their dtype."""
     dtype = recipe.lora.base_dtype
     stored = model.config.get("dtype") or model.config.get("torch_dtype")
-    return FROZEN_ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
+    return ITEMSIZES.get(str(stored) if dtype == "stored" else dtype, FLOAT32)
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:

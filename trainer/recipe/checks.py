@@ -13,7 +13,7 @@ from trainer.models.remat import check_remat
 from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_scaling
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
-from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, parse_sources, source_data
+from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, has_eval_data, parse_sources, source_data
 from trainer.recipe.field_checks import field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
@@ -194,9 +194,8 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     for key in ("data.eval_path", "data.eval_split"):
         if data.holdout and value_of(recipe, key):
             yield _exclusive_keys(recipe, "data.holdout", key, "both set the evaluation data")
-    has_eval_data = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
     for key in ("train.eval_every", "train.eval_every_epochs", "eval.limit", "eval.at_start"):
-        if value_of(recipe, key) and not data.holdout and not has_eval_data:
+        if value_of(recipe, key) and not has_eval_data(data):
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")

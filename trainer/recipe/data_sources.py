@@ -108,6 +108,12 @@ def source_data(data: Data, source: DataSource) -> Data:
     return data.model_copy(update={**columns, **keys, "sources": None})
 
 
+def has_eval_data(data: Data) -> bool:
+    """Return whether a run has data to evaluate on: held out, or of its own."""
+    has_own = bool(data.eval_paths) or any({*EVAL_KEYS} & {*table} for table in data.sources or ())
+    return bool(data.holdout) or has_own
+
+
 def split_sources(data: Data) -> Iterator[tuple[DataSource | None, Data]]:
     """Yield each source of a recipe with its data; without sources, None with the data itself."""
     if data.sources is None:

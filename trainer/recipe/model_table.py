@@ -57,7 +57,13 @@ class Model(BaseModel):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32",
-        description="dtype of the computation; parameters stay float32; float16 has `optimizer.loss_scale`",
+        description="dtype of the computation; parameters keep `param_dtype`; float16 has `optimizer.loss_scale`",
+        examples=["bfloat16"],
+    )
+    param_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of the trained parameters in device memory and checkpoints; updates are computed in float32 "
+        "and rounded to bfloat16 stochastically; averages of `optimizer.ema` stay float32",
         examples=["bfloat16"],
     )
     scan_layers: bool = Field(

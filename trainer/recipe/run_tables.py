@@ -65,10 +65,11 @@ class Checkpoint(BaseModel):
         description="save the optimizer state, which resuming needs; false: only parameters",
         examples=[True],
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
         description="dtype of the parameters in checkpoints without optimizer state",
         examples=["bfloat16"],
+        json_schema_extra=if_absent("`model.param_dtype`"),
     )
     export_every: NonNegativeInt = Field(
         default=0,

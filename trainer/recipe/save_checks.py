@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.recipe.data_sources import has_eval_data
 from trainer.recipe.formatting import format_value
 from trainer.recipe.problems import Problem
 from trainer.recipe.tables import Recipe, value_of
@@ -20,12 +21,13 @@ def find_save_problems(recipe: Recipe) -> Iterator[Problem]:
         if value_of(recipe, key) is not None and value_of(recipe, step_key):
             what = f"{_key_is(recipe, key)} and {_key_is(recipe, step_key)}"
             yield Problem((key, step_key), what, "both set the same interval", "remove one of them")
-    if checkpoint.dtype != "float32" and checkpoint.optimizer_state:
-        key, why = "checkpoint.dtype", "a run resumes from float32 parameters, and the optimizer state is saved"
+    if checkpoint.dtype not in (None, recipe.model.param_dtype) and checkpoint.optimizer_state:
+        key = "checkpoint.dtype"
+        why = f"a run resumes from {recipe.model.param_dtype} parameters, and the optimizer state is saved"
         yield Problem((key,), _key_is(recipe, key), why, "`optimizer_state = false` in [checkpoint]")
     if checkpoint.best is not None:
         key = "checkpoint.best"
-        if not data.holdout and not data.eval_path:
+        if not has_eval_data(data):
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             yield Problem((key,), _key_is(recipe, key), why, "`holdout = 0.05` in [data]")
         elif not train.eval_every and train.eval_every_epochs is None:

@@ -42,6 +42,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         "bf16", "bfloat16", "use_bf16", "fp16", "float16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision",
         "precision", "mixed_precision_param", "half_precision",
     ),
+    "model.param_dtype": ("params_dtype", "parameter_dtype", "weight_dtype", "master_dtype"),
     "model.scan_layers": ("scan", "use_scan", "scan_blocks", "param_scan"),
     "model.remat_policy": (
         "gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "activation_checkpoint",
@@ -274,7 +275,6 @@ ADVICE: Mapping[str, str] = {
     ),
     "streaming": "remove it: data is read in bounded memory",
     "overwrite_cache": "remove it: changed files and tokenizers are tokenized again",
-    "param_dtype": "remove it: parameters are float32; `model.dtype` is the dtype of the computation",
     "float32_logits": "remove it: attention sums are float32",
     "param_scan_axis": "`prep save-init CHECKPOINT --scan-axis 0|1` stacks the layers",
     "initialize_jax_distributed": "remove it: variables of SLURM, TPU pods and JAX are detected",

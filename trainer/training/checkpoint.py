@@ -15,11 +15,10 @@ from trainer.models.checkpoint_store import HostLeaf, HostShard
 from trainer.training.step import TrainState, leaf_name
 
 OPT_STATE, PARAMS = "opt_state", "params"
-FLOAT32 = "float32"
 
 
 def host_leaves(
-    state: TrainState, optimizer_state: bool = True, *, frozen: Collection[str] = (), param_dtype: str = FLOAT32
+    state: TrainState, optimizer_state: bool = True, *, frozen: Collection[str] = (), saved_dtype: str | None = None
 ) -> dict[str, HostLeaf]:
     """Return the leaves of the state by name, with the shards that this process saves.
 
@@ -27,16 +26,16 @@ def host_leaves(
         state: The training state.
         optimizer_state: Include the optimizer's moments.
         frozen: Paths of parameters to leave out.
-        param_dtype: Dtype to which the parameters are cast on the host.
+        saved_dtype: Dtype to which the parameters are cast on the host; None: no cast.
     """
     kept = state if optimizer_state else {name: value for name, value in state.items() if name != OPT_STATE}
     excluded = {f"{PARAMS}.{path}" for path in frozen}
     named = [(leaf_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(kept)[0]]
     leaves = [(name, leaf) for name, leaf in named if name not in excluded]
     host = {name: _host_leaf(leaf, number) for number, (name, leaf) in enumerate(leaves)}
-    if param_dtype == FLOAT32:
+    if saved_dtype is None:
         return host
-    return {name: _cast(leaf, param_dtype) if name.startswith(f"{PARAMS}.") else leaf for name, leaf in host.items()}
+    return {name: _cast(leaf, saved_dtype) if name.startswith(f"{PARAMS}.") else leaf for name, leaf in host.items()}
 
 
 def _cast(leaf: HostLeaf, dtype: str) -> HostLeaf:

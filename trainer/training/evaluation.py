@@ -116,7 +116,7 @@ def evaluate(
     """Compute loss and accuracy on a dataset; the sums of batches or rows are added without rounding.
 
     Args:
-        params: Float32 parameters, sharded by the partition rules of `sharding`.
+        params: Parameters in float32 or bfloat16, sharded by the partition rules of `sharding`.
         dataset: The rows to evaluate on.
         eval_step: Computes the sums of a batch or of its rows, from `jit_eval_step` or `jit_row_eval_step`.
         sharding: The device mesh of the batches.

@@ -77,7 +77,7 @@ class ExactReduction:
 
         Args:
             value_and_grad: Computes ((loss, loss sums), gradients) of rows.
-            params: Float32 parameters.
+            params: Parameters in float32 or bfloat16.
             batch: The rows of the step.
 
         Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 from trainer.nn.initialization import init_adapters, init_params
 from trainer.nn.model_spec import ModelSpec
 from trainer.training.leaf_loading import LeafLoader, exchange_is_faster
+from trainer.training.param_rounding import RoundingLoader, round_params
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 
@@ -31,8 +31,8 @@ def restore_state(reader: CheckpointReader, setup: StepSetup, base: CheckpointRe
     Raises:
         PrepError: The checkpoint lacks a leaf, or a leaf has another shape.
     """
-    loader = LeafLoader(reader, exchange_is_faster(reader))
-    base_loader = loader if base is None else LeafLoader(base, exchange_is_faster(base))
+    loader = make_loader(reader)
+    base_loader = loader if base is None else make_loader(base)
     frozen = {f"params.{path}" for path in setup.model.frozen_paths}
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -42,51 +42,62 @@ def restore_state(reader: CheckpointReader, setup: StepSetup, base: CheckpointRe
     return jax.tree_util.tree_map_with_path(load, _sharded_shapes(setup))
 
 
-def init_state(reader: CheckpointReader, setup: StepSetup, adapters: CheckpointReader | None = None) -> TrainState:
+def init_state(
+    reader: CheckpointReader,
+    setup: StepSetup,
+    adapters: CheckpointReader | None = None,
+    *,
+    on_rounding: Callable[[Mapping[str, Any]], None] = lambda counts: None,
+) -> TrainState:
     """Return the state before the first step: parameters from the checkpoint, zero moments and counters.
 
     Args:
         reader: The checkpoint.
         setup: The static parts of the step.
         adapters: Checkpoint of the model's adapters, if it has any; None to initialize them.
+        on_rounding: Called if trained parameters were rounded to bfloat16, with the counts of `RoundingLoader`.
 
     Raises:
-        PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
+        PrepError: The checkpoint lacks a parameter, a parameter has another shape, or a value is too large for the
+            dtype of the parameters.
     """
     shapes = _sharded_shapes(setup)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
     init_rest = jax.jit(
         lambda params: _without_params(init_train_state(params, setup)), out_shardings=_without_params(shardings)
     )
-    params = _initial_params(reader, setup, adapters, shapes["params"])
+    trained_reader = reader if setup.model.adapters is None else adapters
+    loader = None if trained_reader is None else RoundingLoader(make_loader(trained_reader))
+    params = _initial_params(reader, setup, loader, shapes["params"])
+    if loader is not None and (counts := loader.counts())["values"]:
+        on_rounding(counts)
     return {"params": params, **init_rest(params)}
 
 
 def random_state(setup: StepSetup, seed: int) -> TrainState:
     """Return the state before the first step of a model with random parameters, which do not depend on the mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, _sharded_shapes(setup))
-    init = jax.jit(lambda: init_train_state(init_params(setup.model, seed), setup), out_shardings=shardings)
-    return init()
+
+    def init() -> TrainState:
+        return init_train_state(round_params(init_params(setup.model, seed), setup), setup)
+
+    return jax.jit(init, out_shardings=shardings)()
 
 
 def _initial_params(
-    reader: CheckpointReader, setup: StepSetup, adapters: CheckpointReader | None, shapes: Tree
+    reader: CheckpointReader, setup: StepSetup, trained_loader: RoundingLoader | None, shapes: Tree
 ) -> Tree:
     """Load the parameters; load or initialize the adapters."""
     model, sharding = setup.model, setup.sharding
-    if model.adapters is None:
-        return load_float32_params(reader, setup)
+    dtype_of = setup.param_dtype_of
     frozen = {path: model.leaves[path] for path in model.frozen_paths}
-    loader = LeafLoader(reader, exchange_is_faster(reader))
-    base = load_leaves(
-        loader, frozen, sharding=sharding, dtype_of=lambda path: setup.frozen_dtypes.get(path, "float32")
-    )
-    if adapters is not None:
-        adapter_loader = LeafLoader(adapters, exchange_is_faster(adapters))
-        trained = load_leaves(adapter_loader, model.adapters.leaves, sharding=sharding, dtype_of=lambda path: "float32")
+    base = load_leaves(make_loader(reader), frozen, sharding=sharding, dtype_of=dtype_of) if frozen else {}
+    if trained_loader is not None:
+        trained = load_leaves(trained_loader, model.trained_leaves, sharding=sharding, dtype_of=dtype_of)
     else:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.trained(shapes))
-        trained = jax.jit(partial(init_adapters, model, setup.seed), out_shardings=shardings)()
+        init = jax.jit(lambda: round_params(init_adapters(model, setup.seed), setup), out_shardings=shardings)
+        trained = init()
     return setup.with_trained(base, trained)
 
 
@@ -113,12 +124,16 @@ def load_params(
     Raises:
         PrepError: The checkpoint lacks a parameter, or a parameter has another shape.
     """
-    loader = LeafLoader(reader, exchange_is_faster(reader))
-    return load_leaves(loader, model.leaves, sharding=sharding, dtype_of=dtype_of)
+    return load_leaves(make_loader(reader), model.leaves, sharding=sharding, dtype_of=dtype_of)
+
+
+def make_loader(reader: CheckpointReader) -> LeafLoader:
+    """Return the loader of a checkpoint's leaves; all processes of a job call it together."""
+    return LeafLoader(reader, exchange_is_faster(reader))
 
 
 def load_leaves(
-    loader: LeafLoader,
+    loader: LeafLoader | RoundingLoader,
     leaves: Mapping[str, ParamLeaf],
     *,
     sharding: ShardingContext,

@@ -17,7 +17,7 @@ from trainer.data.packing import Dataset
 from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
-from trainer.training.checkpoint import FLOAT32, host_leaves
+from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.intervals import Interval, is_due
@@ -49,7 +49,7 @@ class Job:
         save_every: Steps between two checkpoints; 0 to save only after the last step.
         also_save_every: Further intervals of checkpoints, such as that of milestones.
         saves_best: Save each step whose evaluation has the lowest loss so far, with the loss in its manifest.
-        param_dtype: Dtype of the saved parameters; other than float32 only without the optimizer's moments.
+        saved_dtype: Dtype of the saved parameters; None: that of the state, which resuming needs.
         optimizer_state: Save the optimizer's moments.
         max_skipped: Consecutive skipped steps that end the run.
         manifest_fields: Extra entries for the manifest of every checkpoint.
@@ -75,7 +75,7 @@ class Job:
     eval_at_start: bool | None = None
     also_save_every: tuple[Interval, ...] = ()
     saves_best: bool = False
-    param_dtype: str = FLOAT32
+    saved_dtype: str | None = None
 
     @property
     def evaluates_at_start(self) -> bool:
@@ -327,8 +327,8 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        frozen, dtype = self.job.setup.model.frozen_paths, self.job.param_dtype
-        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, param_dtype=dtype)
+        frozen, dtype = self.job.setup.model.frozen_paths, self.job.saved_dtype
+        leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, saved_dtype=dtype)
         self.pending_save = self.step, self.store.start_save(self.step, leaves, self._manifest_fields())
         self.last_saved_step = self.step
         self.timer.resume()
@@ -340,9 +340,9 @@ class Loop:
         if self.job.saves_best and math.isfinite(eval_loss):
             fields["eval_loss"] = eval_loss
             self.best_eval_loss = min(self.best_eval_loss, eval_loss)
-        if self.job.param_dtype != FLOAT32:
+        if self.job.saved_dtype is not None:
             fields["param_cast"] = count_changed_values(
-                self.state["params"], self.job.param_dtype, self.job.setup.model.frozen_paths
+                self.state["params"], self.job.saved_dtype, self.job.setup.model.frozen_paths
             )
         return fields
 

@@ -9,15 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree
+from trainer.training.optimizers.rounding import LOW_BITS
+
+LOW_MASK = 2**LOW_BITS - 1  # of the bits that bfloat16 lacks
+ABS_MASK = 0x7FFFFFFF
+INFINITY = 0x7F800000
+FIRST_OVERFLOW = 0x7F7F8000  # the smallest float32 that rounds to an infinite bfloat16
 
 
 def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> dict[str, Any]:
-    """Count the values that a cast of float32 parameters changes.
+    """Count the values that a cast of the parameters changes.
 
     All processes of a run call it.
 
@@ -33,30 +39,42 @@ def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ())
         PrepError: A finite value is too large for the dtype.
     """
     leaves = {path: leaf for path, leaf in flatten_tree(params).items() if path not in frozen}
-    counts = {path: _count_leaf(leaf, dtype) for path, leaf in leaves.items()}
+    counts = {path: count_leaf_changes(leaf, dtype) for path, leaf in leaves.items()}
     if overflowed := [path for path, (_, num_overflows) in counts.items() if num_overflows]:
         why = f"{len(overflowed)} parameters, {overflowed[0]} first, have values that are too large for it"
         raise PrepError(f"parameters cannot be saved in {dtype}", why, "`--set checkpoint.dtype=bfloat16`")
     return {
-        "from": "float32",
+        "from": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
         "to": dtype,
         "values": sum(leaf.size for leaf in leaves.values()),
         "changed": sum(num_changed for num_changed, _ in counts.values()),
     }
 
 
-def _count_leaf(leaf: Array, dtype: str) -> tuple[int, int]:
-    """Return the numbers of changed and of overflowed values of a leaf."""
+def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
+    """Return the numbers of values that a cast changes, and of finite ones that it makes infinite; NaN stays NaN."""
     sharding = leaf.sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    count_rows = jax.jit(partial(_count_rows, dtype=dtype), out_shardings=replicated)
-    changed, overflowed = (int(np.asarray(count).sum(dtype=np.int64)) for count in count_rows(leaf))
-    return changed, overflowed
+    counts = jax.jit(partial(_count_rows, dtype=dtype), out_shardings=replicated)(leaf)
+    num_changed, num_overflows = (int(np.asarray(count).sum(dtype=np.int64)) for count in counts)
+    return num_changed, num_overflows
 
 
 def _count_rows(leaf: Array, dtype: str) -> tuple[Array, Array]:
-    """Return the numbers of changed and of overflowed values of each row of the first axis, uint32."""
-    cast = leaf.astype(dtype).astype(leaf.dtype)
-    masks = cast != leaf, jnp.isinf(cast) & jnp.isfinite(leaf)
-    changed, overflowed = (mask.sum(axis=tuple(range(1, leaf.ndim)), dtype=jnp.uint32) for mask in masks)
-    return changed, overflowed
+    """Return the numbers of changed and of overflowed values of each row of the first axis, uint32.
+
+    The bits are compared: devices may flush subnormal values.
+    """
+    values = leaf.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    magnitude = bits & ABS_MASK
+    if dtype == "bfloat16":
+        masks = bits & LOW_MASK != 0, magnitude >= FIRST_OVERFLOW
+    else:
+        cast = values.astype(dtype).astype(jnp.float32)
+        masks = lax.bitcast_convert_type(cast, jnp.uint32) != bits, jnp.isinf(cast)
+    changed, overflowed = masks[0] & (magnitude <= INFINITY), masks[1] & (magnitude < INFINITY)
+    num_changed, num_overflows = (
+        mask.sum(axis=tuple(range(1, leaf.ndim)), dtype=jnp.uint32) for mask in (changed, overflowed)
+    )
+    return num_changed, num_overflows

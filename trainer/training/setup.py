@@ -191,7 +191,7 @@ def build_job(
         eval_at_start=recipe.eval.at_start,
         also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
         saves_best=recipe.checkpoint.best is not None,
-        param_dtype=recipe.checkpoint.dtype,
+        saved_dtype=recipe.checkpoint.dtype,
         peak_step_s=peak_step_s(recipe, model, sharding),
     )
 
@@ -254,6 +254,7 @@ def build_step_setup(
         metric_fn=token_functions.metric_fn,
         loss_scale=_loss_scale(recipe),
         reduction_shards=num_shards,
+        param_dtype=recipe.model.param_dtype,
     )
 
 

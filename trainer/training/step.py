@@ -28,7 +28,7 @@ from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers.optimizer import Optimizer
-from trainer.training.optimizers.rounding import RoundingKey
+from trainer.training.optimizers.rounding import RoundingKey, widen
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
 LOSS_SUM_NAMES = ("loss", "weight", "correct")
@@ -51,7 +51,9 @@ class StepSetup:
         metric_fn: Computes values of each token in evaluation by name; None for none.
         reduction_shards: Logical shards of a batch whose gradients are summed in a fixed order; 0 to sum gradients
             in the order that is fastest on the mesh.
-        frozen_dtypes: Dtype of each frozen parameter, by path; float32 for those that are absent.
+        param_dtype: Dtype of the model's trained parameters in the state, "float32" or "bfloat16". Leaves of
+            `Optimizer.freeze` have it too.
+        frozen_dtypes: Dtype of each parameter that adapters leave frozen, by path; float32 for those that are absent.
     """
 
     model: ModelSpec
@@ -64,6 +66,7 @@ class StepSetup:
     loss_scale: LossScale | None = None
     metric_fn: TokenMetrics | None = None
     reduction_shards: int = 0
+    param_dtype: str = "float32"
     frozen_dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -82,6 +85,10 @@ class StepSetup:
     def trained_leaves(self) -> dict[str, ParamLeaf]:
         """Parameters that training changes, by path."""
         return self.optimizer.trained_leaves(self.model.trained_leaves)
+
+    def param_dtype_of(self, path: str) -> str:
+        """Return the dtype of a parameter in the state."""
+        return self.param_dtype if path in self.model.trained_leaves else self.frozen_dtypes.get(path, "float32")
 
     def trained(self, params: Tree) -> Tree:
         """Return the parameters that training changes."""
@@ -115,7 +122,7 @@ def state_shapes(setup: StepSetup) -> TrainState:
         {
             path: jax.ShapeDtypeStruct(
                 leaf.shape,
-                jnp.dtype(setup.frozen_dtypes.get(path, "float32")),
+                jnp.dtype(setup.param_dtype_of(path)),
                 sharding=sharding.param_sharding(leaf),
             )
             for path, leaf in leaves.items()
@@ -231,6 +238,7 @@ def _sum_gradients(
 def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Callable[[Tree, TokenBatch], Any]:
     """Return a function of parameters and rows that computes ((loss, loss sums), gradients of trained parameters).
 
+    The gradients are those of the parameters in float32, and have this dtype.
     With a factor, the loss and its gradients are multiplied by it, and the loss sums are not.
     """
 
@@ -240,7 +248,7 @@ def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Call
         return sums.loss if factor is None else sums.loss * factor, sums._asdict()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
-    return lambda params, rows: value_and_grad(setup.trained(params), params, rows)
+    return lambda params, rows: value_and_grad(widen(setup.trained(params)), params, rows)
 
 
 def _accumulate_gradients(

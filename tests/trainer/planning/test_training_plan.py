@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,21 @@ def test_plan_rejects_kernels_without_the_features_of_a_run(tmp_path: Path):
         plan_text(tmp_path, "mesh=sp:4", "model.attention_kernel=reference")
     assert caught.value.what == "attention kernel `reference` cannot compute this model's attention"
     assert caught.value.why == "it does not support sequences split over devices"
+
+
+def test_bfloat16_parameters_take_2_bytes(tmp_path: Path):
+    wide, narrow = (plan_text(tmp_path, "mesh=1,1,1", f"model.param_dtype={x}") for x in ("float32", "bfloat16"))
+    num_parameters = sum(math.prod(leaf.shape) for leaf in wide.inputs.leaves.values())
+    assert (wide.memory.parameters, narrow.memory.parameters) == (4 * num_parameters, 2 * num_parameters)
+    assert wide.memory.peak - narrow.memory.peak == 2 * num_parameters
+    assert narrow.memory.moments == wide.memory.moments
+
+
+def test_bfloat16_adapters_take_2_bytes(tmp_path: Path):
+    lora = ["mesh=1,1,1", "lora.rank=4", "lora.targets=['attn.q']", "lora.base_dtype=float32"]
+    wide, narrow = (plan_text(tmp_path, *lora, f"model.param_dtype={x}") for x in ("float32", "bfloat16"))
+    num_adapters = sum(math.prod(leaf.shape) for leaf in wide.inputs.saved_leaves.values())
+    assert wide.memory.parameters - narrow.memory.parameters == 2 * num_adapters > 0
 
 
 def test_vocabulary_is_padded_before_conversion_only():

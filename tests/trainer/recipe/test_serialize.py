@@ -23,7 +23,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
-    *("objective", "noise_density", "mean_noise_span_length"),
+    *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     "checkpoint.dtype",
 )
@@ -45,6 +45,7 @@ init = "checkpoint"                             # default
 # config: the config of `path` or `preset`      # default
 # overrides: no changes                         # default
 dtype = "float32"                               # default
+param_dtype = "float32"                         # default
 scan_layers = true                              # default
 remat_policy = "nothing_saveable"
 offload = "none"                                # default
@@ -154,7 +155,7 @@ keep = 2                                        # default
 milestones = 0                                  # default
 # best: evaluations save no checkpoint          # default
 optimizer_state = true                          # default
-dtype = "float32"                               # default
+# dtype: `model.param_dtype`                    # default
 export_every = 0                                # default
 # push: no upload                               # default
 

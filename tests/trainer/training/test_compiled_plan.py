@@ -51,7 +51,8 @@ def make_manifest(config: dict[str, Any]) -> dict[str, Any]:
 
 def test_plan_is_that_of_the_training_step():
     """The process compiles for as many CPU devices as this one has."""
-    recipe, manifest = make_recipe(remat_policy="nothing_saveable"), make_manifest(runs.LLAMA)
+    recipe = make_recipe(remat_policy="nothing_saveable", param_dtype="bfloat16")
+    manifest = make_manifest(runs.LLAMA)
     plan = compiled_plan(recipe, manifest, parse_mesh(MESH))
     sharding = make_sharding_context(parse_mesh(MESH))
     setup = build_step_setup(recipe, model_from_manifest(manifest), sharding=sharding, kernel="reference", steps=10)

@@ -28,7 +28,7 @@ TIMINGS = ("seconds", "tokens_per_s")
 REFERENCE, BLOCKWISE = AttentionOptions(), AttentionOptions("blockwise", 8, 8)
 
 
-OPTIONS = ("scan_layers", "remat_policy", "dtype", "attention_options", "optimizer")
+OPTIONS = ("scan_layers", "remat_policy", "dtype", "attention_options", "optimizer", "param_dtype")
 COMPACT = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("re:attn\\.o",)}
 
 
@@ -43,6 +43,7 @@ class Variant:
     dtype: str = "float32"
     attention_options: AttentionOptions = REFERENCE
     optimizer: Optimizer = runs.ADAMW
+    param_dtype: str = "float32"
 
     def setup(self, mesh: str, accumulate: int = 1) -> StepSetup:
         """Return the setup of exact steps with 8 logical shards on some of the devices."""
@@ -64,8 +65,9 @@ VARIANTS = (
     Variant("mixtral"),
     Variant("llama", optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT)),
     Variant("llama", optimizer=make_optimizer("sgd", lr=1.0, clip_norm=0.5)),
+    Variant("llama", optimizer=make_optimizer("lion", lr=1e-2, clip_norm=0.5, **COMPACT), param_dtype="bfloat16"),
 )
-FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"), (VARIANTS[6], "2,4,1"))
+FAST = ((VARIANTS[1], "2,4,1"), (VARIANTS[3], "8,1,1"), (VARIANTS[8], "2,4,1"))
 
 
 @dataclass(frozen=True)

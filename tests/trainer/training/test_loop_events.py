@@ -87,7 +87,7 @@ def test_loop_without_best_records_no_loss(tmp_path: Path):
 
 
 def test_saved_parameters_are_cast_and_changes_counted(tmp_path: Path):
-    store, loop = run_loop(tmp_path, optimizer_state=False, param_dtype="bfloat16")
+    store, loop = run_loop(tmp_path, optimizer_state=False, saved_dtype="bfloat16")
     reader = store.open(12)
     names = [name for name in reader.arrays if name.startswith("params.")]
     assert {reader.arrays[name].dtype.name for name in names} == {"bfloat16"}

@@ -13,7 +13,7 @@ from jax import Array
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree, flatten_tree, unflatten_tree
 from trainer.training.optimizers.lr_schedule import LRSchedule
-from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, widen_moments
+from trainer.training.optimizers.rounding import RoundingKey, narrow_moments, narrow_params, widen
 from trainer.training.optimizers.weight_decay import WeightDecay
 
 EMA = "ema"  # entry of the optimizer state
@@ -78,10 +78,10 @@ class Optimizer:
         """Return the state before the first step.
 
         Args:
-            params: All parameters.
+            params: All parameters, in float32 or bfloat16.
             leaves: All leaves of the model.
         """
-        trained = self.trained(params)
+        trained = widen(self.trained(params))
         state: Any = self.transformation(leaves).init(trained)
         moments = narrow_moments(state, leaves, self.moment_dtype, None)
         return {**moments, EMA: jax.tree.map(lambda leaf: leaf.copy(), trained)} if self.ema else moments
@@ -98,8 +98,11 @@ class Optimizer:
     ) -> tuple[Tree, OptState]:
         """Return the trained parameters and the state after a step.
 
+        The update is computed in float32. Parameters in bfloat16 are rounded stochastically; averages are float32, of
+        the values before they are rounded.
+
         Args:
-            gradients: Clipped gradients of the trained parameters.
+            gradients: Clipped gradients of the trained parameters, in float32.
             opt_state: The state before the step.
             params: The trained parameters before the step.
             leaves: All leaves of the model.
@@ -107,12 +110,13 @@ class Optimizer:
             rounding: Seed and number of the step.
         """
         moments = {name: value for name, value in opt_state.items() if name != EMA}
+        wide_params = widen(params)
         updates, wide = self.transformation(leaves).update(
-            gradients, widen_moments(moments), params, learning_rate=learning_rate
+            gradients, widen(moments), wide_params, learning_rate=learning_rate
         )
-        updated = jax.tree.map(lambda leaf, update: leaf - update, params, updates)
+        updated = jax.tree.map(lambda leaf, update: leaf - update, wide_params, updates)
         new_state: Any = narrow_moments(wide, leaves, self.moment_dtype, rounding)
         if self.ema:
             averages = jax.tree.map(lambda a, b: self.ema * a + (1 - self.ema) * b, opt_state[EMA], updated)
             new_state = {**new_state, EMA: averages}
-        return updated, new_state
+        return narrow_params(updated, params, leaves=leaves, key=rounding), new_state

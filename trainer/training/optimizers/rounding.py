@@ -1,9 +1,9 @@
-"""Moments in bfloat16 between steps, rounded stochastically.
+"""Moments and parameters in bfloat16 between steps, rounded stochastically.
 
-A random number of 16 bits is added to the 16 bits that bfloat16 lacks, so that the expected value of a rounded moment
-is the moment. The number depends on the seed, the step, the name of the leaf, the layer and the coordinates of the
-element. It does not depend on devices or on the stacking of layers, and a resumed run draws those of the uninterrupted
-one.
+A random number of 16 bits is added to the 16 bits that bfloat16 lacks, so that the expected value of a rounded number
+is the number. The random number depends on the seed, the step, the name of the leaf, the layer and the coordinates of
+the element. It does not depend on devices or on the stacking of layers, and a resumed run draws those of the
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from trainer.models.param_tree import ParamLeaf, find_param_path
+from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.models.rules import path_without_layers
 from trainer.nn.random_bits import RandomKey, derive_key, random_bits, uint32
 
@@ -31,9 +31,9 @@ class RoundingKey(NamedTuple):
     step: Array
 
 
-def widen_moments(state: Any) -> Any:
-    """Return an optimizer state with float32 moments."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, state)
+def widen(tree: Any) -> Any:
+    """Return a tree of arrays, such as an optimizer state, with float32 in place of bfloat16."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, tree)
 
 
 def narrow_moments(state: Any, leaves: Mapping[str, ParamLeaf], dtype: str, key: RoundingKey | None) -> Any:
@@ -61,6 +61,25 @@ def narrow_moments(state: Any, leaves: Mapping[str, ParamLeaf], dtype: str, key:
     return jax.tree_util.tree_map_with_path(narrow, state)
 
 
+def narrow_params(updated: Tree, before: Tree, *, leaves: Mapping[str, ParamLeaf], key: RoundingKey) -> Tree:
+    """Return updated parameters in the dtypes that they had before the step.
+
+    Args:
+        updated: The updated parameters in float32.
+        before: The parameters before the step.
+        leaves: Parameters by path.
+        key: Seed and step of stochastic rounding.
+    """
+    dtypes = {path: leaf.dtype for path, leaf in flatten_tree(before).items()}
+
+    def narrow(path: str, param: Array) -> Array:
+        if param.dtype == dtypes[path]:
+            return param
+        return round_stochastically(param, _rounding_bits(key, f"params.{path}", leaves[path], param.shape))
+
+    return unflatten_tree({path: narrow(path, param) for path, param in flatten_tree(updated).items()})
+
+
 def round_stochastically(x: Array, bits: Array) -> Array:
     """Round float32 to bfloat16, up with the probability of the fraction that is cut off.
 
@@ -68,13 +87,28 @@ def round_stochastically(x: Array, bits: Array) -> Array:
         x: Float32 values; infinities and NaN stay.
         bits: Random uint32 of the same shape; the upper half is used.
     """
-    wide = lax.bitcast_convert_type(x, jnp.uint32) + (bits >> LOW_BITS)
+    return _cut_low_bits(x, lax.bitcast_convert_type(x, jnp.uint32) + (bits >> LOW_BITS))
+
+
+def round_to_nearest(x: Array) -> Array:
+    """Round float32 to bfloat16, ties to even.
+
+    The bits are rounded as integers: devices may flush subnormal values, and XLA may leave out a cast whose result is
+    cast back.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    is_odd = (bits >> LOW_BITS) & 1
+    return _cut_low_bits(x, bits + uint32(2 ** (LOW_BITS - 1) - 1) + is_odd)
+
+
+def _cut_low_bits(x: Array, wide: Array) -> Array:
+    """Return the upper halves of uint32 bits as bfloat16, and the values of `x` that are not finite."""
     rounded = lax.bitcast_convert_type((wide >> LOW_BITS).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _rounding_bits(key: RoundingKey, name: str, leaf: ParamLeaf, shape: tuple[int, ...]) -> Array:
-    """Return random uint32 for the elements of a moment of a leaf."""
+    """Return random uint32 for the elements of a moment of a leaf, or of the leaf itself."""
     step_key = derive_key(RandomKey(uint32(key.seed), uint32(ROUNDING_STREAM)), key.step)
     leaf_key = derive_key(step_key, zlib.crc32(path_without_layers(name).encode()))
     axes = [axis for axis in range(len(shape)) if axis != leaf.stack_axis]
