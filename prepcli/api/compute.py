@@ -56,8 +56,7 @@ def load_params(
         DamagedError: Files of the checkpoint are damaged.
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
-    options = {**options, "ema": ema}
-    with open_parameters(checkpoint, mesh, options, verify=verify, progress=progress) as opened:
+    with open_parameters(checkpoint, mesh, {**options, "ema": ema}, verify=verify, progress=progress) as opened:
         return opened.load(lambda path: dtype)
 
 
