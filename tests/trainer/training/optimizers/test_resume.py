@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from tests.helpers.optimizers import KEYS, compile_step, make_optimizer, take_st
 from tests.helpers.slow_cases import slow_except
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import restore_state
-from trainer.training.step import StepSetup, TrainState
+from trainer.training.step import StepSetup, TrainState, state_nbytes_per_device
 
 STEPS = 6
 COMPACT: dict[str, Any] = {"moment_dtype": "bfloat16", "ema": 0.9, "freeze": ("embed.positions", "re:mlp.up")}
@@ -44,6 +45,16 @@ def test_state_moves_to_any_mesh(name: str, mesh: str):
     before = runs.make_state(runs.make_setup(mesh="1,4,2", optimizer=optimizer))
     after = save_and_restore(before, runs.make_setup(mesh=mesh, optimizer=optimizer))
     assert runs.state_bytes(after) == runs.state_bytes(before)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_state_nbytes_are_those_of_each_device(name: str):
+    setup = runs.make_setup(mesh="1,2,4", optimizer=make_optimizer(name, **COMPACT))
+    nbytes_by_device = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(runs.make_state(setup)):
+        for shard in leaf.addressable_shards:
+            nbytes_by_device[shard.device] += shard.data.nbytes
+    assert {*nbytes_by_device.values()} == {state_nbytes_per_device(setup)}
 
 
 @pytest.mark.parametrize("name", KEYS)
