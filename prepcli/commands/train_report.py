@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.train_display import RunDisplay
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
-from prepcli.planning.tensors import itemsize
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
 from trainer.models.chunk_sizes import WHOLE
@@ -33,18 +32,13 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
         step: First step of the run.
         kernel: Its attention kernel.
     """
-    from trainer.distributed.sharding import param_nbytes_per_device
+    from trainer.training.step import state_nbytes_per_device
 
     setup, size, length = job.setup, job.order.batch_size, job.tokens_per_step // job.order.batch_size
     mesh, leaves = setup.forward_config.sharding.mesh, setup.model.leaves
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
-        sharding, trained = setup.forward_config.sharding, setup.model.trained_leaves
-        device_nbytes = 2 * param_nbytes_per_device(trained, sharding) + sum(
-            param_nbytes_per_device({path: leaf}, sharding, itemsize(setup.param_dtype_of(path)))
-            for path, leaf in leaves.items()
-        )
-        state_size = format_bytes(device_nbytes)
+        state_size = format_bytes(state_nbytes_per_device(setup))
         yield f"mesh {axes} = {mesh.n_devices} devices; {state_size} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -268,18 +267,3 @@ def _make_device_mesh(mesh: Mesh, devices: Sequence[Any], grid: np.ndarray | Non
     if mesh.plain_order:
         return jax.sharding.Mesh(np.array(devices).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
     return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types, devices=devices)
-
-
-def param_nbytes_per_device(leaves: Mapping[str, ParamLeaf], sharding: ShardingContext, itemsize: int = 4) -> int:
-    """Compute the bytes of all parameters on one device.
-
-    Args:
-        leaves: Parameters by path.
-        sharding: The mesh and its rules.
-        itemsize: Bytes per element.
-    """
-    total = 0
-    for leaf in leaves.values():
-        spec = sharding.param_spec(leaf)
-        total += math.prod(leaf.shape) * itemsize // (math.prod(spec.shards_per_dim) if spec else 1)
-    return total

@@ -30,7 +30,8 @@ from trainer.training.step_compilation import jit_train_step
 from trainer.training.stop import StopSignals
 
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
-METRICS_LAG = 2
+# CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
+METRICS_LAG, CPU_METRICS_LAG = 2, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,8 @@ class Loop:
         self.pending_save: tuple[int, PendingSave] | None = None
         self.pending_metrics: deque[tuple[int, dict[str, Array]]] = deque()
         self.timer = StepTimer()
+        (platform,) = {device.platform for device in state["step"].devices()}
+        self.metrics_lag = CPU_METRICS_LAG if platform == "cpu" else METRICS_LAG
         self.eval_step = _jit_eval_step(job.setup)
 
     def run(self) -> RunResult:
@@ -197,7 +200,7 @@ class Loop:
             self.state, metrics = compiled_step(self.state, batch | self.stop_signals.batch_entry())
             self.step += 1
             self.pending_metrics.append((self.step, metrics))
-            self._drain_metrics(METRICS_LAG)
+            self._drain_metrics(self.metrics_lag)
             self._report_save()
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)

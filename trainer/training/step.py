@@ -5,6 +5,7 @@ Gradients are sums over all tokens of the batch, divided once by the summed toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -136,6 +137,15 @@ def state_shapes(setup: StepSetup) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding)
 
     return jax.tree_util.tree_map_with_path(with_sharding, unsharded)
+
+
+def state_nbytes_per_device(setup: StepSetup) -> int:
+    """Compute the bytes of parameters and optimizer state on one device."""
+    shapes = jax.tree.leaves(state_shapes(setup))
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
+        for leaf in shapes
+    )
 
 
 def has_optimizer_state(setup: StepSetup) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_run_without_optimizer_state_resumes(work_dir: Path):
     options = ["--set", "optimizer.type=sgd", "--set", "optimizer.momentum=0.0", *STEPS]
     assert main(["train", "recipe.toml", "--out", "plain", "--stop-after", "2", *options]) == STOPPED
     assert main(["train", "recipe.toml", "--out", "plain", *options]) == OK
+
+
+def test_summary_states_batch_and_optimizer_size(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    sizes: dict[str, str] = {}
+    for name in ("adamw", "lion"):
+        assert main(["train", "recipe.toml", "--dry-run", "--set", f"optimizer.type={name}"]) == OK
+        summary = capsys.readouterr().err
+        assert "batch 8 x 16 = 128 tokens per step" in summary
+        (sizes[name],) = re.findall(r"([\d.]+) KiB of parameters and moments per device", summary)
+    assert float(sizes["lion"]) == pytest.approx(float(sizes["adamw"]) * 2 / 3, rel=0.01)
 
 
 def test_float16_run_trains(work_dir: Path):

@@ -208,13 +208,14 @@ def test_equal_jobs_end_in_equal_states(uninterrupted: FinishedRun, tmp_path: Pa
 
 
 class Device:
-    """A fake device that takes a second per step, asynchronously."""
+    """A fake device that takes a second per step, during its dispatch if it blocks, else until it is fetched."""
 
-    def __init__(self, step: Any) -> None:
-        self.step, self.steps_done = step, 0.0
+    def __init__(self, step: Any, *, blocks: bool) -> None:
+        self.step, self.blocks, self.steps_done = step, blocks, 0.0
 
     def __call__(self, *arguments: Any) -> tuple[TrainState, dict[str, Any]]:
         state, metrics = self.step(*arguments)
+        self.steps_done += self.blocks
         return state, {**metrics, "in_row": Result(self, float(metrics["in_row"]))}
 
 
@@ -225,14 +226,17 @@ class Result:
         self.device, self.value = device, value
 
     def __int__(self) -> int:
-        self.device.steps_done += 1
+        self.device.steps_done += not self.device.blocks
         return int(self.value)
 
     def __float__(self) -> float:
         return self.value
 
 
-def test_loop_logs_time_mfu_and_memory_of_steps(setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("blocks", "lag"), [(False, loop.METRICS_LAG), (True, loop.CPU_METRICS_LAG)])
+def test_loop_logs_time_mfu_and_memory_of_steps(
+    setup: runs.StepSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: bool, lag: int
+):
     """This includes the first line, and lines just before a checkpoint, when no further step is in flight."""
     job = replace(runs.make_job(setup, steps=7, save_every=3), peak_step_s=0.4)
     monkeypatch.setattr(loop, "peak_memory_nbytes", lambda sharding: 7 << 30)
@@ -245,7 +249,9 @@ def test_loop_logs_time_mfu_and_memory_of_steps(setup: runs.StepSetup, tmp_path:
         callbacks=callbacks,
         poll_stop_reason=runs.never_stop,
     )
-    device = Device(loop_run._compile_step())
+    assert loop_run.metrics_lag == loop.CPU_METRICS_LAG
+    loop_run.metrics_lag = lag
+    device = Device(loop_run._compile_step(), blocks=blocks)
     loop_run.timer.clock = lambda: device.steps_done
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_run, "_compile_step", lambda: device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,7 +11,7 @@ from tests.helpers.optimizers import COMPACT, KEYS, compiled_run, make_optimizer
 from tests.helpers.slow_cases import slow_except
 from trainer.training.checkpoint import host_leaves
 from trainer.training.loading import restore_state
-from trainer.training.step import StepSetup, TrainState
+from trainer.training.step import StepSetup, TrainState, state_nbytes_per_device
 
 STEPS = 6
 CASES = [(name, is_compact, k) for is_compact in (False, True) for name in KEYS for k in range(1, STEPS)]
@@ -38,6 +39,16 @@ def test_state_moves_to_any_mesh(name: str, mesh: str):
     before = runs.make_state(runs.make_setup(mesh="1,4,2", optimizer=optimizer, param_dtype="bfloat16"))
     after = save_and_restore(before, runs.make_setup(mesh=mesh, optimizer=optimizer, param_dtype="bfloat16"))
     assert runs.state_bytes(after) == runs.state_bytes(before)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_state_nbytes_are_those_of_each_device(name: str):
+    setup = runs.make_setup(mesh="1,2,4", optimizer=make_optimizer(name, **COMPACT))
+    nbytes_by_device = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(runs.make_state(setup)):
+        for shard in leaf.addressable_shards:
+            nbytes_by_device[shard.device] += shard.data.nbytes
+    assert {*nbytes_by_device.values()} == {state_nbytes_per_device(setup)}
 
 
 @pytest.mark.parametrize("name", KEYS)
