@@ -24,11 +24,23 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.data.store_writer import TokenWriter, build_store
 from trainer.training.metrics import METRICS_FILE, read_metrics
+
+DEFAULT_FLAGS = ""  # XLA compiles with all optimizations, as for users
+BLOCKWISE_ON_TWO_DEVICES = (
+    "mesh=1,2,1",
+    "model.dtype=bfloat16",
+    "model.attention_kernel=blockwise",
+    "model.q_chunk_size=8",
+    "model.k_chunk_size=8",
+    "model.remat_policy=nothing_saveable",
+    "train.steps=6",
+)
 
 
 def train_json(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
@@ -78,9 +90,9 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
         assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
-def start_train(*words: str) -> subprocess.Popen[str]:
+def start_train(*words: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **variables}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -109,6 +121,23 @@ def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.Cap
     assert (code, report["step"]) == (OK, 12)
     assert read_losses("runs/recipe") == read_losses("unbroken")
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    slow_except([os.environ["XLA_FLAGS"], DEFAULT_FLAGS], [os.environ["XLA_FLAGS"]]),
+    ids=["few optimizations", "all optimizations"],
+)
+def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path, flags: str):
+    """Each process compiles the step on its own; other tests share the executables of one compilation cache."""
+    settings = [word for setting in BLOCKWISE_ON_TWO_DEVICES for word in ("--set", setting)]
+    variables = {"JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": flags}
+    for run, words, code in [("unbroken", (), OK), ("broken", ("--stop-after", "3"), STOPPED), ("broken", (), OK)]:
+        running = start_train("--out", run, *settings, *words, **variables)
+        out, _ = running.communicate(timeout=300)
+        assert running.returncode == code, out
+    assert read_losses("broken") == read_losses("unbroken")
+    assert read_step_files("broken", 6) == read_step_files("unbroken", 6)
 
 
 @pytest.mark.slow
