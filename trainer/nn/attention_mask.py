@@ -7,7 +7,7 @@ group, E head width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jax import Array, lax
@@ -96,12 +96,12 @@ class AttentionMask:
     dropout: AttentionDropout | None = None
     window: int = FULL_ATTENTION
     is_causal: bool = True
-    window_kv_positions: Mapping[int, Array] = field(default_factory=dict[int, Array])
+    window_kv_positions: Mapping[int, Array] | None = None
 
     def for_layer(self, window: int, cos_sin: CosSin | None, layer_score_scale: Array | None) -> AttentionMask:
         """Return the mask of a layer with its window, rotary embedding and score scale."""
         mask = replace(self, window=window, cos_sin=cos_sin, layer_score_scale=layer_score_scale)
-        if (kv_positions := self.window_kv_positions.get(window)) is None:
+        if (kv_positions := (self.window_kv_positions or {}).get(window)) is None:
             return mask
         return replace(mask, kv_positions=kv_positions, kv_valid=kv_positions >= 0)
 

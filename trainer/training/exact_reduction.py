@@ -30,11 +30,12 @@ def compiler_options() -> dict[str, Any]:
     """Return XLA options with which a function has equal results in the programs of all meshes.
 
     XLA eliminates common subexpressions earlier on several devices than on one, after which it simplifies other
-    expressions. On CPUs, contraction of products and sums depends on the division of a program for compilation.
+    expressions. On CPUs, contraction of products and sums depends on the division of a program for compilation, and
+    the optimizations of LLVM round some values of parameters otherwise if a mesh splits them.
     """
     options: dict[str, Any] = {"xla_disable_hlo_passes": "cse"}
     if jax.default_backend() == "cpu":
-        options["xla_cpu_parallel_codegen_split_count"] = 1
+        options |= {"xla_cpu_parallel_codegen_split_count": 1, "xla_backend_optimization_level": 0}
     return options
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -125,3 +128,14 @@ def test_exact_step_equals_fast_step_up_to_rounding(tmp_path: Path, tmp_path_fac
     fast = run(replace(VARIANTS[1].setup("1,2,1"), reduction_shards=0), tmp_path)
     losses, fast_losses = ([line["loss"] for line in result.lines[:10]] for result in (expected, fast))
     np.testing.assert_allclose(losses, fast_losses, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_exact_runs_end_in_equal_bytes_with_the_flags_of_users():
+    """The flags of the tests disable optimizations; those of XLA's defaults are set after them."""
+    flags = "--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true --xla_cpu_max_isa=AVX"
+    test = f"{__file__}::{test_exact_runs_end_in_equal_bytes.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(FAST)} passed" in done.stdout
