@@ -135,7 +135,7 @@ def test_exact_runs_end_in_equal_bytes_with_the_flags_of_users():
     """The flags of the tests disable optimizations; those of XLA's defaults are set after them."""
     flags = "--xla_backend_optimization_level=3 --xla_cpu_use_fusion_emitters=true --xla_cpu_max_isa=AVX"
     test = f"{__file__}::{test_exact_runs_end_in_equal_bytes.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", test]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert f"{len(FAST)} passed" in done.stdout
