@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
 
-from prepcli.errors import PrepError
+from prepcli.console.ui import as_prep_error
 
 
 class StepExports:
@@ -62,7 +62,8 @@ class StepExports:
         while (step := self._queue.get()) is not None and not self._is_abandoned:
             try:
                 self._export(step)
-            except PrepError as error:
+            except Exception as raised:  # it would end the thread, and no step would be exported any more
+                error = as_prep_error(raised)
                 self._warn(f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}")
             finally:
                 self._waiting.discard(step)
