@@ -111,7 +111,8 @@ class HarnessMethods:
             numbers = [number for number, other in enumerate(configs) if other == config]
             for start in range(0, len(numbers), self.batch_size):
                 batch = numbers[start : start + self.batch_size]
-                texts |= dict(zip(batch, self._generate([requests[number] for number in batch], config), strict=True))
+                outputs = self._generate([requests[number] for number in batch], config, first_row=start)
+                texts |= dict(zip(batch, outputs, strict=True))
         return [texts[number] for number in range(len(requests))]
 
     def _continuation_request(self, context: str, continuation: str) -> ScoreRequest:
@@ -149,8 +150,14 @@ class HarnessMethods:
         max_new_tokens = min(int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
         return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling(options)))
 
-    def _generate(self, requests: Sequence[Instance], config: GenerationConfig) -> list[str]:
-        """Return the texts generated for a batch of contexts, each cut at its first stop text."""
+    def _generate(self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int) -> list[str]:
+        """Return the texts generated for a batch of contexts, each cut at its first stop text.
+
+        Args:
+            requests: The requests of the batch.
+            config: Options of all of them.
+            first_row: Position of the first one among all requests with these options; seeds its samples.
+        """
         from trainer.generation.generator import Generator
 
         if config not in self.generators:
@@ -159,7 +166,7 @@ class HarnessMethods:
             )
         max_context = self.max_length - config.max_new_tokens
         prompts = [(self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:] for request in requests]
-        outputs = self.generators[config].generate(prompts, min_rows=self.batch_size)
+        outputs = self.generators[config].generate(prompts, first_row=first_row, min_rows=self.batch_size)
         return [
             _cut_at(self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ())
             for ids, prompt, request in zip(outputs, prompts, requests, strict=True)

@@ -122,6 +122,12 @@ def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
     assert cut == free[: free.index(second)]
 
 
+def test_samples_of_equal_contexts_differ_between_batches(model: Any):
+    options = {"temperature": 1.0, "max_gen_toks": 8}
+    texts = model.generate_until([Request((words([5, 6, 7]), options))] * 6)  # batches of 3
+    assert len({*texts}) == 6
+
+
 def test_harness_model_without_the_package_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.api.model", None)
     with pytest.raises(PrepError) as raised, harness.harness_model(checkpoint):
