@@ -21,7 +21,7 @@ from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.model_files import eos_token_ids, tokenizer_path
 from prepcli.commands.open_params import open_params
-from prepcli.commands.train import silence_jax
+from prepcli.commands.train import disable_fused_multiply_add, silence_jax
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel
 
@@ -225,6 +225,7 @@ def harness_model(
     base = _harness_base()
     ui = silent_ui("eval")
     silence_jax(ui)
+    disable_fused_multiply_add()
     located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
