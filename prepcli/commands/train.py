@@ -246,9 +246,17 @@ def _load_train_state(run: Run, start: StartCheckpoint, ui: Ui) -> TrainState:
     is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
     if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
-        hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
-        raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
+        raise PrepError(f"step {run.step} has no optimizer state to resume from", why, _new_run_hint(run))
+    cast = reader.manifest.get("param_cast")
+    if cast is not None and cast["to"] != run.recipe.model.param_dtype:
+        why = f"they were cast to {cast['to']}, the `checkpoint.dtype` of the run"
+        raise PrepError(f"step {run.step} has no exact parameters to resume from", why, _new_run_hint(run))
     return restore_state(reader, run.job.setup, None if start.adapters is None else base)
+
+
+def _new_run_hint(run: Run) -> str:
+    """Return the hint for a step that a run can start from, but not resume from."""
+    return f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
