@@ -273,7 +273,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             if run.group.index == 0:
                 write_recipe(run)
                 write_environment(run)
-            result = _take_steps(run, state, store, job=job, reporter=reporter)
+            result = _take_steps(run, state, store, job=replace(job, ui=ui), reporter=reporter)
             if exports is not None and result.stop_reason:
                 exports.abandon()
     if result.stop_reason:
@@ -302,6 +302,7 @@ def _take_steps(
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(run, store),
             profiler=_profiler(run),
+            warn=job.ui.warn,
         ).run()
 
 

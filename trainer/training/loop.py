@@ -152,6 +152,7 @@ class Loop:
         enter_phase: Callable[[str], None] = lambda _: None,
         best_eval_loss: float = math.inf,
         profiler: StepProfiler | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a loop that starts at the step of `state`.
 
@@ -165,11 +166,12 @@ class Loop:
             enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
             best_eval_loss: Lowest loss in the manifest of a saved step.
             profiler: Records some of the steps.
+            warn: Called with a message if parameters cannot be cast for a checkpoint.
         """
         self.job, self.state = job, state
         self.store, self.metrics, self.callbacks = store, metrics, callbacks
         self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
-        self.enter_phase, self.profiler = enter_phase, profiler
+        self.enter_phase, self.profiler, self.warn = enter_phase, profiler, warn
         self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
@@ -330,23 +332,29 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        frozen, dtype = self.job.setup.model.frozen_paths, self.job.saved_dtype
+        fields, frozen = self._manifest_fields(), self.job.setup.model.frozen_paths
+        dtype = self.job.saved_dtype if "param_cast" in fields else None
         leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, saved_dtype=dtype)
-        self.pending_save = self.step, self.store.start_save(self.step, leaves, self._manifest_fields())
+        self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
         self.last_saved_step = self.step
         self.timer.resume()
 
     def _manifest_fields(self) -> Mapping[str, Any]:
-        """Return the entries of the manifest: those of the job, the loss of the step and the changed values."""
+        """Return the entries of the manifest: those of the job, the loss of the step and the changed values.
+
+        There are no changed values if one is too large for `saved_dtype`.
+        """
         fields = dict(self.job.manifest_fields)
         eval_loss = self.eval_losses.get(self.step, math.nan)
         if self.job.saves_best and math.isfinite(eval_loss):
             fields["eval_loss"] = eval_loss
             self.best_eval_loss = min(self.best_eval_loss, eval_loss)
         if self.job.saved_dtype is not None:
-            fields["param_cast"] = count_changed_values(
-                self.state["params"], self.job.saved_dtype, self.job.setup.model.frozen_paths
-            )
+            frozen = self.job.setup.model.frozen_paths
+            try:
+                fields["param_cast"] = count_changed_values(self.state["params"], self.job.saved_dtype, frozen)
+            except PrepError as error:
+                self.warn(f"step {self.step}: {error.what} - {error.why}; they are saved without a cast")
         return fields
 
     def _report_save(self) -> None:

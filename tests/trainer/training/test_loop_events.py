@@ -7,12 +7,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.helpers import runs
 from trainer.models.errors import PrepError
+from trainer.training import loop as loop_module
 from trainer.training.intervals import is_due
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
@@ -111,8 +113,37 @@ def test_changed_values_do_not_depend_on_the_mesh():
 
 
 def test_cast_to_float16_refuses_overflow():
-    with pytest.raises(PrepError, match="cannot be saved in float16"):
+    with pytest.raises(PrepError, match="cannot be saved in float16") as raised:
         count_changed_values({"embed": {"tokens": jnp.array([[1.0, 7e4]])}}, "float16")
+    assert raised.value.why == "embed.tokens has values that are too large for it"
+    leaf = jnp.array([7e4])
+    with pytest.raises(PrepError) as raised:
+        count_changed_values({"a": leaf, "b": leaf}, "float16")
+    assert raised.value.why == "2 parameters, a first, have values that are too large for it"
+
+
+def test_parameters_too_large_for_the_cast_are_saved_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise PrepError("parameters cannot be saved in float16", "embed.tokens has values that are too large for it")
+
+    monkeypatch.setattr(loop_module, "count_changed_values", refuse)
+    warnings = list[str]()
+    store, _ = run_loop(tmp_path, optimizer_state=False, saved_dtype="float16", options={"warn": warnings.append})
+    reader = store.open(12)
+    assert {array.dtype.name for name, array in reader.arrays.items() if name.startswith("params.")} == {"float32"}
+    assert "param_cast" not in reader.manifest
+    assert warnings == [
+        "step 12: parameters cannot be saved in float16 - embed.tokens has values that are too large for it; "
+        "they are saved without a cast"
+    ]
+
+
+def test_counts_of_equal_leaves_are_compiled_once(caplog: pytest.LogCaptureFixture):
+    leaves = {"a": jnp.ones((5, 7)), "b": jnp.zeros((5, 7))}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        count_changed_values(leaves, "bfloat16")
+        count_changed_values(leaves, "bfloat16")
+    assert sum("Compiling" in message and "_count_rows" in message for message in caplog.messages) == 1
 
 
 def test_profile_records_the_steps(tmp_path: Path):
