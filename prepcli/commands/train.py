@@ -301,7 +301,7 @@ def _take_steps(
             poll_stop_reason=stop_signal,
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(run, store),
-            profiler=_profiler(run),
+            profiler=_profiler(run, job.ui),
             warn=job.ui.warn,
         ).run()
 
@@ -313,14 +313,14 @@ def _best_eval_loss(run: Run, store: RunFolder) -> float:
     return float(run.group.broadcast("best loss", repr(store.best_eval_loss() if run.group.index == 0 else math.inf)))
 
 
-def _profiler(run: Run) -> StepProfiler | None:
+def _profiler(run: Run, ui: Ui) -> StepProfiler | None:
     """Return the profiler of process 0; None if the recipe records no steps."""
     from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
 
     profile = run.recipe.train.profile
     if profile is None or run.group.index > 0:
         return None
-    return StepProfiler(profile["start"], profile["steps"], run.folder / PROFILE_FOLDER)
+    return StepProfiler(profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, ui.warn)
 
 
 def _open_store(run: Run, mesh: str, ui: Ui, *, exports: StepExports | None) -> RunFolder:

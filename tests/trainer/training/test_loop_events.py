@@ -50,6 +50,8 @@ def test_epoch_interval_counts_rows():
     order = runs.make_job(runs.make_setup(), batch_size=8).order
     assert order.epoch_interval(1) == Fraction(45, 8)
     assert order.epoch_interval(0.5) == Fraction(45, 16)
+    assert order.epoch_interval(4e-7) == Fraction(45, 8) * Fraction(4, 10**7)
+    assert order.epoch_interval(0.1) == Fraction(45, 80)
 
 
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
@@ -146,15 +148,51 @@ def test_counts_of_equal_leaves_are_compiled_once(caplog: pytest.LogCaptureFixtu
     assert sum("Compiling" in message and "_count_rows" in message for message in caplog.messages) == 1
 
 
+def raise_warning(text: str) -> None:
+    raise AssertionError(text)
+
+
 def test_profile_records_the_steps(tmp_path: Path):
-    profiler = StepProfiler(2, 3, tmp_path / "profile")
+    profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
 def test_profile_ends_with_the_run(tmp_path: Path):
-    profiler = StepProfiler(11, 30, tmp_path / "profile")
+    profiler = StepProfiler(11, 30, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_profile_ends_with_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    profiler = StepProfiler(2, 30, tmp_path / "profile", raise_warning)
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.RecordingCallbacks, "on_step", lambda self, step: fail(step))
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(tmp_path, options={"profiler": profiler})
+    assert not profiler.is_recording
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("function", ["start_trace", "stop_trace"])
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("disk full")])
+def test_failed_profile_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(jax.profiler, function, fail)
+    warnings = list[str]()
+    profiler = StepProfiler(2, 1, tmp_path / "profile", warnings.append)
+    profiler.before_step(2, lambda: None)
+    profiler.stop()
+    assert warnings == ["no profile was recorded: disk full"]
