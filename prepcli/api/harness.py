@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
+from prepcli.api.arguments import PositiveInt
 from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.public import public
 from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.model_files import eos_token_ids, tokenizer_path
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
-ComputeDtype = str | None
 
 
 class Instance(Protocol):
@@ -125,7 +126,7 @@ class HarnessMethods:
         whole = self._encode(context + continuation) if context else prefix + self._encode(continuation)
         num_scored = min(len(whole) - len(prefix), self.max_length)
         if num_scored < 1:
-            raise usage_error("a continuation has no tokens of its own", f"it is {continuation!r:.60}")
+            raise usage_error("a continuation has no tokens", f"it is {continuation!r:.60}", "a text that is not empty")
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
     def _encode(self, text: str) -> list[int]:
@@ -187,14 +188,15 @@ def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
     return temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
 
 
+@public
 @contextmanager
 def harness_model(
     checkpoint: PathLike,
     *,
     mesh: str | None = None,
-    dtype: ComputeDtype = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    batch_size: PositiveInt = 8,
+    max_length: PositiveInt | None = None,
     tokenizer: PathLike | None = None,
     verify: bool = True,
     ema: bool = False,
@@ -259,16 +261,20 @@ def _bind(base: type[Any], methods: HarnessMethods) -> Any:
 def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
     name = opened.model.family.name
     if opened.model.arch_config.encoder is not None:
-        raise usage_error(f"{name} has an encoder", "the harness is supported for decoder-only models")
+        raise usage_error(
+            f"{name} has an encoder", "the harness is supported for decoder-only models", "`prep.evaluate`"
+        )
     if not eos_ids:
-        raise usage_error(f"config.json of {name} has no eos_token_id", "a text without context starts with it")
+        raise usage_error(
+            f"config.json of {name} has no eos_token_id", "a text without context starts with it", "add it"
+        )
 
 
 def _load(
     opened: OpenedModel,
     tokenizer_file: Path,
     *,
-    dtype: ComputeDtype,
+    dtype: str | None,
     eos_ids: tuple[int, ...],
     batch_size: int,
     max_length: int,

@@ -15,7 +15,7 @@ import pytest
 
 import prepcli as prep
 from prepcli.api import harness
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, UsageError
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.nn import transformer
@@ -140,6 +140,14 @@ def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypat
         with harness.harness_model(checkpoint, batch_size=batch_size) as model:
             results.append(model.loglikelihood(requests))
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("max_length", -1), ("dtype", "float16"), ("bad", 1)])
+def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: object):
+    arguments: Any = {name: value}
+    with pytest.raises(UsageError) as raised:
+        harness.harness_model(checkpoint, **arguments)
+    assert f"`{name}" in raised.value.what
 
 
 def test_harness_model_without_the_package_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
