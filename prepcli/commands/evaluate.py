@@ -218,7 +218,9 @@ def _check_exact(opened: OpenedModel) -> None:
     """Raise UsageError if sequences cannot be computed one by one."""
     if opened.model.arch_config.encoder is not None:
         why = "its sums are not known to be equal in every program"
-        raise usage_error("`--reduction exact` and a model with an encoder", why, "`--reduction fast`")
+        raise usage_error("`--reduction exact` is not supported for models with an encoder", why, "`--reduction fast`")
     if opened.sharding.sequence_parallel_size > 1:
         why = "each sequence is computed on one device"
-        raise usage_error(f"`--reduction exact` and `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
+        raise usage_error(
+            f"`--reduction exact` is not supported with `--mesh {opened.sharding.mesh}`", why, "a mesh without sp"
+        )

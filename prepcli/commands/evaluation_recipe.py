@@ -1,4 +1,4 @@
-"""The recipe of an evaluation: the settings that reading data and computing a loss need."""
+"""The recipe of an evaluation: the settings for reading data and computing a loss."""
 
 from __future__ import annotations
 

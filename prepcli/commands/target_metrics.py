@@ -34,7 +34,7 @@ def check_target_metrics(names: Sequence[str], opened: OpenedModel) -> None:
         raise usage_error(f"{option} is not supported for this model", why)
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
-        raise usage_error(f"{option} and `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
+        raise usage_error(f"{option} is not supported with `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
     check_metrics(names)
 
 

@@ -10,7 +10,7 @@ from prepcli.console.ui import as_prep_error
 
 
 class StepExports:
-    """Exports each step that is a multiple of an interval, one after the other."""
+    """Exporter of the multiples of an interval of steps, one after the other."""
 
     def __init__(self, every: int, *, export: Callable[[int], None], warn: Callable[[str], None]) -> None:
         """Set the interval; no thread is started before the first export.
@@ -42,7 +42,7 @@ class StepExports:
             self.start(step)
 
     def in_use(self) -> Collection[int]:
-        """Return the steps that are still to be read."""
+        """Return the steps still to be read."""
         return frozenset(self._waiting)
 
     def abandon(self) -> None:
