@@ -1,4 +1,4 @@
-"""Values of settings in other trainers, as values of the recipe keys that replace them."""
+"""Values of settings in other trainers, as values of recipe keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _hub_dataset(name: str) -> str:
 
 
 class ValueAdvice(str):
-    """Advice for a value of another trainer that no value of the recipe key replaces."""
+    """Advice for a value of another trainer without an equivalent in a recipe."""
 
 
 def _best_loss(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Casts of parameters in saved checkpoints: the number of values that a cast changes."""
+"""Casts of parameters in saved checkpoints: the number of changed values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_OVERFLOW = 0x7F7F8000  # the smallest float32 that rounds to an infinite b
 
 
 def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> dict[str, Any]:
-    """Count the values that a cast of the parameters changes.
+    """Count the values changed by a cast of the parameters.
 
     All processes of a run call it.
 

@@ -66,7 +66,7 @@ def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
 
 
 def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[str]:
-    """Yield a warning for each length, interval, split or profile that does not fit the data or the steps.
+    """Yield a warning for each length, interval, split or profile in conflict with the data or the steps.
 
     Args:
         recipe: The recipe.

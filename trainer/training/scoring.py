@@ -101,7 +101,7 @@ def _round_length(length: int, max_length: int) -> int:
 
 
 def rolling_requests(ids: Sequence[int], prefix_id: int, max_length: int) -> Iterator[ScoreRequest]:
-    """Yield requests that together score each token of a text once.
+    """Yield requests to score each token of a text once.
 
     Each but the last predicts `max_length` tokens, given the token before them. The last one has as many earlier tokens
     as fit.
