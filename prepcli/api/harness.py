@@ -76,7 +76,7 @@ class HarnessMethods:
     generators: dict[GenerationConfig, Generator] = field(default_factory=dict)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Return log likelihood of each continuation, and whether greedy generation gives it.
+        """Return the log likelihood of each continuation, and whether greedy generation gives it.
 
         Args:
             requests: Their arguments are a context and a continuation.
@@ -100,7 +100,7 @@ class HarnessMethods:
         return [sum(next(scores).log_likelihood for _ in text) for text in windows]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Continue each context up to a stop text, which is not part of the result.
+        """Continue each context up to a stop text, without it.
 
         Args:
             requests: Their arguments are a context and options: `until`, `max_gen_toks`, `temperature`, `do_sample`,

@@ -114,7 +114,7 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
 
 
 def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any]:
-    """Return a result as JSON values; values that are not finite are None."""
+    """Return a result as JSON values; infinite and NaN values are None."""
     values = {"loss": result.mean_loss, "perplexity": result.perplexity, "accuracy": result.accuracy}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {**finite, "tokens": result.num_tokens, "sequences": num_sequences}

@@ -41,7 +41,7 @@ def check_target_metrics(names: Sequence[str], opened: OpenedModel) -> None:
 def target_metrics(
     request: EvaluateRequest, dataset: Dataset, source: Source, opened: OpenedModel, *, loaded: LoadedModel, ui: Ui
 ) -> dict[str, Any]:
-    """Generate the targets of a dataset, and return their metrics; values that are not finite are None."""
+    """Generate the targets of a dataset, and return their metrics; infinite and NaN values are None."""
     if not request.metrics:
         return {}
     from trainer.data.tokenizer import load_tokenizer

@@ -255,12 +255,12 @@ def _load_train_state(run: Run, start: StartCheckpoint, ui: Ui) -> TrainState:
 
 
 def _new_run_hint(run: Run) -> str:
-    """Return the hint for a step that a run can start from, but not resume from."""
+    """Return the hint for a step to start from, but not to resume from."""
     return f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
-    """Train, and save to the place of the run, which is locked meanwhile."""
+    """Train, and save to the place of the run under its lock."""
     sharding = run.job.setup.forward_config.sharding
     with open_display(job.ui, run) as (ui, display):
         reporter, exports = TrainReporter(display), step_exports(run, ui)

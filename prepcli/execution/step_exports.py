@@ -46,7 +46,7 @@ class StepExports:
         return frozenset(self._waiting)
 
     def abandon(self) -> None:
-        """Start no further export, and do not wait for the one that is being made; the next start makes them."""
+        """Start no further export, and do not wait for the present one; the next start makes them."""
         self._is_abandoned = True
         self._queue.put(None)
         self._thread = None

@@ -1,4 +1,4 @@
-"""Unknown keys of a recipe and hints for the keys that were probably meant."""
+"""Unknown keys of a recipe, and hints for the keys probably meant."""
 
 from __future__ import annotations
 
