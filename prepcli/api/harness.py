@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
+from prepcli.api.arguments import PositiveInt
 from prepcli.api.options import PathLike, SourceOptions, common_options
+from prepcli.api.public import public
 from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.model_files import eos_token_ids, tokenizer_path
 from prepcli.commands.open_params import open_params
-from prepcli.commands.train import silence_jax
+from prepcli.commands.train import disable_fused_multiply_add, silence_jax
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel
 
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 
 DEFAULT_LENGTH = 2048  # of models without a limit of positions in their config
 DEFAULT_NEW_TOKENS = 256
-ComputeDtype = str | None
 
 
 class Instance(Protocol):
@@ -75,7 +76,7 @@ class HarnessMethods:
     generators: dict[GenerationConfig, Generator] = field(default_factory=dict)
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Return log likelihood of each continuation, and whether greedy generation gives it.
+        """Return the log likelihood of each continuation, and whether greedy generation gives it.
 
         Args:
             requests: Their arguments are a context and a continuation.
@@ -99,7 +100,7 @@ class HarnessMethods:
         return [sum(next(scores).log_likelihood for _ in text) for text in windows]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Continue each context up to a stop text, which is not part of the result.
+        """Continue each context up to a stop text, without it.
 
         Args:
             requests: Their arguments are a context and options: `until`, `max_gen_toks`, `temperature`, `do_sample`,
@@ -111,7 +112,8 @@ class HarnessMethods:
             numbers = [number for number, other in enumerate(configs) if other == config]
             for start in range(0, len(numbers), self.batch_size):
                 batch = numbers[start : start + self.batch_size]
-                texts |= dict(zip(batch, self._generate([requests[number] for number in batch], config), strict=True))
+                outputs = self._generate([requests[number] for number in batch], config, first_row=start)
+                texts |= dict(zip(batch, outputs, strict=True))
         return [texts[number] for number in range(len(requests))]
 
     def _continuation_request(self, context: str, continuation: str) -> ScoreRequest:
@@ -124,7 +126,7 @@ class HarnessMethods:
         whole = self._encode(context + continuation) if context else prefix + self._encode(continuation)
         num_scored = min(len(whole) - len(prefix), self.max_length)
         if num_scored < 1:
-            raise usage_error("a continuation has no tokens of its own", f"it is {continuation!r:.60}")
+            raise usage_error("a continuation has no tokens", f"it is {continuation!r:.60}", "a text that is not empty")
         return ScoreRequest(whole[-(self.max_length + 1) :], num_scored)
 
     def _encode(self, text: str) -> list[int]:
@@ -149,8 +151,14 @@ class HarnessMethods:
         max_new_tokens = min(int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
         return GenerationConfig(max_new_tokens, self.eos_ids, Sampling(*_sampling(options)))
 
-    def _generate(self, requests: Sequence[Instance], config: GenerationConfig) -> list[str]:
-        """Return the texts generated for a batch of contexts, each cut at its first stop text."""
+    def _generate(self, requests: Sequence[Instance], config: GenerationConfig, *, first_row: int) -> list[str]:
+        """Return the texts generated for a batch of contexts, each cut at its first stop text.
+
+        Args:
+            requests: The requests of the batch.
+            config: Options of all of them.
+            first_row: Position of the first one among all requests with these options; seeds its samples.
+        """
         from trainer.generation.generator import Generator
 
         if config not in self.generators:
@@ -159,7 +167,7 @@ class HarnessMethods:
             )
         max_context = self.max_length - config.max_new_tokens
         prompts = [(self._encode(request.args[0]) or [self.eos_ids[0]])[-max_context:] for request in requests]
-        outputs = self.generators[config].generate(prompts, min_rows=self.batch_size)
+        outputs = self.generators[config].generate(prompts, first_row=first_row, min_rows=self.batch_size)
         return [
             _cut_at(self.tokenizer.decode(ids, prompt), request.args[1].get("until") or ())
             for ids, prompt, request in zip(outputs, prompts, requests, strict=True)
@@ -180,14 +188,15 @@ def _sampling(options: Mapping[str, Any]) -> tuple[float, int, float]:
     return temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0)
 
 
+@public
 @contextmanager
 def harness_model(
     checkpoint: PathLike,
     *,
     mesh: str | None = None,
-    dtype: ComputeDtype = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    batch_size: PositiveInt = 8,
+    max_length: PositiveInt | None = None,
     tokenizer: PathLike | None = None,
     verify: bool = True,
     ema: bool = False,
@@ -218,6 +227,7 @@ def harness_model(
     base = _harness_base()
     ui = silent_ui("eval")
     silence_jax(ui)
+    disable_fused_multiply_add()
     located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
@@ -251,16 +261,20 @@ def _bind(base: type[Any], methods: HarnessMethods) -> Any:
 def _check_model(opened: OpenedModel, eos_ids: Sequence[int]) -> None:
     name = opened.model.family.name
     if opened.model.arch_config.encoder is not None:
-        raise usage_error(f"{name} has an encoder", "the harness is supported for decoder-only models")
+        raise usage_error(
+            f"{name} has an encoder", "the harness is supported for decoder-only models", "`prep.evaluate`"
+        )
     if not eos_ids:
-        raise usage_error(f"config.json of {name} has no eos_token_id", "a text without context starts with it")
+        raise usage_error(
+            f"config.json of {name} has no eos_token_id", "a text without context starts with it", "add it"
+        )
 
 
 def _load(
     opened: OpenedModel,
     tokenizer_file: Path,
     *,
-    dtype: ComputeDtype,
+    dtype: str | None,
     eos_ids: tuple[int, ...],
     batch_size: int,
     max_length: int,

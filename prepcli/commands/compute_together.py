@@ -17,6 +17,8 @@ from trainer.recipe.run_tables import Cluster
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
 
+AGAIN_HINT = "start all processes again"
+
 
 def compute_together(
     mesh: str | None, ui: Ui, *, phase: str, compute: Callable[[ProcessGroup | None, Ui], Report]
@@ -48,7 +50,8 @@ def compute_together(
             heartbeat_timeout_s=cluster.heartbeat_timeout,
         )
         process_ui = ui.for_process(address.index)
-        with run_together(group, cluster, process_ui, has_saved_step=lambda: False) as enter_phase:
+        together = run_together(group, cluster, process_ui, has_saved_step=lambda: False, hint=AGAIN_HINT)
+        with together as enter_phase:
             enter_phase(phase)
             report = compute(group, process_ui)
     return replace(report, process=address.index)

@@ -114,7 +114,7 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
 
 
 def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any]:
-    """Return a result as JSON values; values that are not finite are None."""
+    """Return a result as JSON values; infinite and NaN values are None."""
     values = {"loss": result.mean_loss, "perplexity": result.perplexity, "accuracy": result.accuracy}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {**finite, "tokens": result.num_tokens, "sequences": num_sequences}
@@ -218,7 +218,9 @@ def _check_exact(opened: OpenedModel) -> None:
     """Raise UsageError if sequences cannot be computed one by one."""
     if opened.model.arch_config.encoder is not None:
         why = "its sums are not known to be equal in every program"
-        raise usage_error("`--reduction exact` and a model with an encoder", why, "`--reduction fast`")
+        raise usage_error("`--reduction exact` is not supported for models with an encoder", why, "`--reduction fast`")
     if opened.sharding.sequence_parallel_size > 1:
         why = "each sequence is computed on one device"
-        raise usage_error(f"`--reduction exact` and `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
+        raise usage_error(
+            f"`--reduction exact` is not supported with `--mesh {opened.sharding.mesh}`", why, "a mesh without sp"
+        )

@@ -1,20 +1,38 @@
-"""The recipe of an evaluation: the settings that reading data and computing a loss need."""
+"""The recipe of an evaluation: the settings for reading data and computing a loss."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from prepcli.errors import usage_error
+from trainer.models.suggest import did_you_mean
 from trainer.recipe import Recipe
 from trainer.recipe.loading import complete_recipe
 from trainer.recipe.raw_recipe import RawRecipe
 
 MAX_DEFAULT_LENGTH = 1024
 RECIPE_NAME = Path("prep eval")  # in messages about keys without an option
-ALLOWED_TABLES = ("data", "model")
+EFFECTIVE_KEYS = frozenset(
+    {
+        *(f"model.{key}" for key in ("attention_kernel", "dtype", "head_chunk_size", "k_chunk_size", "q_chunk_size")),
+        *(
+            f"data.{key}"
+            for key in (
+                *("add_bos", "add_eos", "always_start_with_bos", "bad_lines", "cache", "config", "fields"),
+                *("fields_from_example", "format", "ids_dtype", "max_examples", "mean_noise_span_length"),
+                *("noise_density", "objective", "packing", "prepend_text", "revision", "seq_length", "source_length"),
+                *("source_prefix", "split", "subfield_separator", "tokenizer", "type"),
+            )
+        ),
+    }
+)
+SOURCE_NAME = re.compile(r"[\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +44,7 @@ class EvalData:
         type: Type of the files; None: by their suffix.
         fields: Columns of the text, as in a recipe.
         seq_length: Tokens per sequence; None: the positions of the model, at most MAX_DEFAULT_LENGTH.
-        overrides: `KEY=VALUE` changes of keys of [data] and [model].
+        overrides: `KEY=VALUE` changes of EFFECTIVE_KEYS.
     """
 
     files: tuple[str, ...]
@@ -46,13 +64,19 @@ class EvalData:
             raise usage_error("no data was given", why, hint)
         paths: dict[str, list[str]] = {}
         for text in self.files:
-            name, separator, path = text.partition("=")
-            if not separator or Path(text).exists():
-                name = path = text
+            name, path = _split_name(text)
             if not name or not path:
                 raise usage_error(f"`--data {text}` is invalid", "it has an empty name or path", "`--data NAME=FILE`")
             paths.setdefault(name, []).append(path)
         return paths
+
+
+def _split_name(text: str) -> tuple[str, str]:
+    """Return name and path of `NAME=PATH`; a path of an existing file or a matching glob may contain a `=`."""
+    name, separator, path = text.partition("=")
+    if not separator or not SOURCE_NAME.fullmatch(name) or os.path.exists(text) or glob(text):
+        return text, text
+    return name, path
 
 
 def evaluation_recipe(
@@ -71,10 +95,7 @@ def evaluation_recipe(
         UsageError: A setting is invalid.
     """
     for override in data.overrides:
-        table = override.partition(".")[0]
-        if table not in ALLOWED_TABLES:
-            why = "an evaluation has the keys of [data] and [model] only"
-            raise usage_error(f"`--set {override}` is not supported", why, "`--set data.source_length=512`")
+        _check_override(override)
     data_table: dict[str, Any] = {
         "path": list(paths),
         "seq_length": data.seq_length or min(max_positions, MAX_DEFAULT_LENGTH),
@@ -89,3 +110,13 @@ def evaluation_recipe(
     }
     raw = RawRecipe(RECIPE_NAME, tables, overridden_keys=frozenset(f"data.{key}" for key in data_table))
     return complete_recipe(raw, data.overrides).recipe
+
+
+def _check_override(override: str) -> None:
+    """Raise UsageError if the key of a `KEY=VALUE` has no effect on an evaluation."""
+    key = override.partition("=")[0].strip()
+    if ".".join(key.split(".")[:2]) in EFFECTIVE_KEYS:
+        return
+    why = f"an evaluation does not use `{key}`"
+    hint = did_you_mean(key, sorted(EFFECTIVE_KEYS)) or "`--set data.source_length=512`"
+    raise usage_error(f"`--set {override}` is not supported", why, hint)

@@ -34,14 +34,14 @@ def check_target_metrics(names: Sequence[str], opened: OpenedModel) -> None:
         raise usage_error(f"{option} is not supported for this model", why)
     if opened.sharding.sequence_parallel_size > 1:
         why = "generation appends one token at a time, so that there are no tokens to split"
-        raise usage_error(f"{option} and `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
+        raise usage_error(f"{option} is not supported with `--mesh {opened.sharding.mesh}`", why, "a mesh without sp")
     check_metrics(names)
 
 
 def target_metrics(
     request: EvaluateRequest, dataset: Dataset, source: Source, opened: OpenedModel, *, loaded: LoadedModel, ui: Ui
 ) -> dict[str, Any]:
-    """Generate the targets of a dataset, and return their metrics; values that are not finite are None."""
+    """Generate the targets of a dataset, and return their metrics; infinite and NaN values are None."""
     if not request.metrics:
         return {}
     from trainer.data.tokenizer import load_tokenizer

@@ -246,13 +246,21 @@ def _load_train_state(run: Run, start: StartCheckpoint, ui: Ui) -> TrainState:
     is_saved = any(name.startswith("opt_state.") for name in reader.leaves)
     if not is_saved and has_optimizer_state(run.job.setup):
         why = "it was saved with `checkpoint.optimizer_state = false`"
-        hint = f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
-        raise PrepError(f"step {run.step} has no optimizer state to resume from", why, hint)
+        raise PrepError(f"step {run.step} has no optimizer state to resume from", why, _new_run_hint(run))
+    cast = reader.manifest.get("param_cast")
+    if cast is not None and cast["to"] != run.recipe.model.param_dtype:
+        why = f"they were cast to {cast['to']}, the `checkpoint.dtype` of the run"
+        raise PrepError(f"step {run.step} has no exact parameters to resume from", why, _new_run_hint(run))
     return restore_state(reader, run.job.setup, None if start.adapters is None else base)
 
 
+def _new_run_hint(run: Run) -> str:
+    """Return the hint for a step to start from, but not to resume from."""
+    return f"`--restart`, or another `name` and `--set model.path={run.place.step_name(run.step)}`"
+
+
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
-    """Train, and save to the place of the run, which is locked meanwhile."""
+    """Train, and save to the place of the run under its lock."""
     sharding = run.job.setup.forward_config.sharding
     with open_display(job.ui, run) as (ui, display):
         reporter, exports = TrainReporter(display), step_exports(run, ui)
@@ -265,7 +273,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             if run.group.index == 0:
                 write_recipe(run)
                 write_environment(run)
-            result = _take_steps(run, state, store, job=job, reporter=reporter)
+            result = _take_steps(run, state, store, job=replace(job, ui=ui), reporter=reporter)
             if exports is not None and result.stop_reason:
                 exports.abandon()
     if result.stop_reason:
@@ -293,7 +301,8 @@ def _take_steps(
             poll_stop_reason=stop_signal,
             enter_phase=enter_phase,
             best_eval_loss=_best_eval_loss(run, store),
-            profiler=_profiler(run),
+            profiler=_profiler(run, job.ui),
+            warn=job.ui.warn,
         ).run()
 
 
@@ -304,14 +313,14 @@ def _best_eval_loss(run: Run, store: RunFolder) -> float:
     return float(run.group.broadcast("best loss", repr(store.best_eval_loss() if run.group.index == 0 else math.inf)))
 
 
-def _profiler(run: Run) -> StepProfiler | None:
+def _profiler(run: Run, ui: Ui) -> StepProfiler | None:
     """Return the profiler of process 0; None if the recipe records no steps."""
     from trainer.training.profiling import PROFILE_FOLDER, StepProfiler
 
     profile = run.recipe.train.profile
     if profile is None or run.group.index > 0:
         return None
-    return StepProfiler(profile["start"], profile["steps"], run.folder / PROFILE_FOLDER)
+    return StepProfiler(profile["start"], profile["steps"], run.folder / PROFILE_FOLDER, ui.warn)
 
 
 def _open_store(run: Run, mesh: str, ui: Ui, *, exports: StepExports | None) -> RunFolder:

@@ -53,7 +53,9 @@ def make_missing_exports(run: Run, ui: Ui) -> None:
 
 
 def remove_exports(run: Run) -> None:
-    """Remove the exports of a run that starts again; PrepError if they cannot be removed."""
+    """Remove the exports of a run that starts again, in process 0; PrepError if they cannot be removed."""
+    if run.group.index > 0:
+        return
     folder = run.folder / EXPORTS_FOLDER
     try:
         if folder.is_dir():

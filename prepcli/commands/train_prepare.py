@@ -133,7 +133,7 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
     recipe, job, step = run.recipe, run.job, run.step
     if step:
         check_resumable(manifest, job, changed=changed_keys(run.place.recipe_file(), recipe), step=step)
-    for warning in run_warnings(recipe, job):
+    for warning in run_warnings(recipe, job, last_step=step):
         ui.warn(warning)
     num_steps = job.steps - step
     for warning in disk_warnings(run.folder, recipe, model.trained_leaves, num_steps) if run.place.is_on_disk else ():

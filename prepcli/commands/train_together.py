@@ -24,11 +24,17 @@ INTERRUPT = "SIGINT"
 CONNECTION_WORDS = ("UNAVAILABLE", "ABORTED", "DEADLINE_EXCEEDED", "Gloo", "gloo", "NCCL", "onnection", "ocket", "peer")
 PRINT_S = 10.0  # a process that cannot print its error within this time ends without it
 RESTART_HINT = "start all processes again; the run resumes from its last saved step"
+NO_STEP_HINT = "start all processes again; no step is saved"
 
 
 @contextmanager
 def run_together(
-    group: ProcessGroup, cluster: Cluster, ui: Ui, *, has_saved_step: Callable[[], bool]
+    group: ProcessGroup,
+    cluster: Cluster,
+    ui: Ui,
+    *,
+    has_saved_step: Callable[[], bool],
+    hint: str = NO_STEP_HINT,
 ) -> Iterator[Callable[[str], None]]:
     """End this process with the other processes of its job, and wait for them at the end.
 
@@ -37,6 +43,7 @@ def run_together(
         cluster: Deadlines of the job.
         ui: Prints the error if another process ends the job.
         has_saved_step: Returns whether the run can be resumed.
+        hint: Hint of errors if it cannot.
 
     Yields:
         A function that sets the phase of this process, such as `load` or `step 12`.
@@ -54,7 +61,7 @@ def run_together(
         group,
         WatchSettings(cluster.heartbeat_timeout, cluster.step_timeout, group.places),
         is_broken=group.errors.reported.is_set,
-        on_end=lambda end: _end_process(end, ui, has_saved_step),
+        on_end=lambda end: _end_process(end, ui, has_saved_step, hint=hint),
     )
     watchdog.start()
     try:
@@ -62,7 +69,7 @@ def run_together(
         watchdog.enter("end")
         group.barrier("end")
     except BaseException as raised:
-        error = _wait_for_cause(raised, watchdog, has_saved_step)
+        error = _wait_for_cause(raised, watchdog, has_saved_step, hint=hint)
         _end_job(error, group, watchdog)
         if error is raised:
             raise
@@ -72,7 +79,9 @@ def run_together(
         group.disconnect()
 
 
-def _wait_for_cause(error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool]) -> BaseException:
+def _wait_for_cause(
+    error: BaseException, watchdog: Watchdog, has_saved_step: Callable[[], bool], *, hint: str
+) -> BaseException:
     """Return the error of this process; for a broken connection, let the watchdog name the lost process first."""
     from jax.errors import JaxRuntimeError
 
@@ -83,8 +92,8 @@ def _wait_for_cause(error: BaseException, watchdog: Watchdog, has_saved_step: Ca
         return error
     watchdog.wait_for_end()  # does not return if a process is lost
     why = str(error).partition("\n")[0]
-    code = STOPPED if has_saved_step() else FAILED
-    return PrepError("the devices of the processes cannot exchange data", why, RESTART_HINT, code)
+    hint, code = (RESTART_HINT, STOPPED) if has_saved_step() else (hint, FAILED)
+    return PrepError("the devices of the processes cannot exchange data", why, hint, code)
 
 
 def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchdog) -> None:
@@ -104,18 +113,17 @@ def _end_job(error: BaseException, group: CoordinatedProcesses, watchdog: Watchd
     group.exit_without_disconnecting(code)
 
 
-def _end_process(end: JobEnd, ui: Ui, has_saved_step: Callable[[], bool]) -> NoReturn:
+def _end_process(end: JobEnd, ui: Ui, has_saved_step: Callable[[], bool], *, hint: str) -> NoReturn:
     """Print why another process ended the job, and exit: the main thread may wait for it forever."""
     timer = threading.Timer(PRINT_S, os._exit, (FAILED,))  # the file system or a full pipe may not respond
     timer.daemon = True
     timer.start()
-    os._exit(ui.finish(Report(error=_job_error(end, has_saved_step))))
+    os._exit(ui.finish(Report(error=_job_error(end, has_saved_step, hint=hint))))
 
 
-def _job_error(end: JobEnd, has_saved_step: Callable[[], bool]) -> PrepError:
+def _job_error(end: JobEnd, has_saved_step: Callable[[], bool], *, hint: str = NO_STEP_HINT) -> PrepError:
     """Return the error of a process that another one ended."""
+    hint, code = (RESTART_HINT, STOPPED) if has_saved_step() else (hint, FAILED)
     if end.kind == "stopped":
-        return PrepError(end.what, "", RESTART_HINT, INTERRUPTED if end.why == INTERRUPT else STOPPED)
-    can_resume = has_saved_step()
-    hint = RESTART_HINT if can_resume else "start all processes again; no step is saved"
-    return PrepError(end.what, end.why, hint, STOPPED if can_resume else FAILED)
+        return PrepError(end.what, "", hint, INTERRUPTED if end.why == INTERRUPT else STOPPED)
+    return PrepError(end.what, end.why, hint, code)

@@ -6,11 +6,11 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable
 
-from prepcli.errors import PrepError
+from prepcli.console.ui import as_prep_error
 
 
 class StepExports:
-    """Exports each step that is a multiple of an interval, one after the other."""
+    """Exporter of the multiples of an interval of steps, one after the other."""
 
     def __init__(self, every: int, *, export: Callable[[int], None], warn: Callable[[str], None]) -> None:
         """Set the interval; no thread is started before the first export.
@@ -42,11 +42,11 @@ class StepExports:
             self.start(step)
 
     def in_use(self) -> Collection[int]:
-        """Return the steps that are still to be read."""
+        """Return the steps still to be read."""
         return frozenset(self._waiting)
 
     def abandon(self) -> None:
-        """Start no further export, and do not wait for the one that is being made; the next start makes them."""
+        """Start no further export, and do not wait for the present one; the next start makes them."""
         self._is_abandoned = True
         self._queue.put(None)
         self._thread = None
@@ -62,7 +62,8 @@ class StepExports:
         while (step := self._queue.get()) is not None and not self._is_abandoned:
             try:
                 self._export(step)
-            except PrepError as error:
+            except Exception as raised:  # it would end the thread, and no step would be exported any more
+                error = as_prep_error(raised)
                 self._warn(f"step {step} was not exported: {error.what}{f' - {error.why}' if error.why else ''}")
             finally:
                 self._waiting.discard(step)

@@ -23,7 +23,7 @@ def use_averages(source: Source) -> Source:
     """
     in_slot = [tensor for tensor in source.state_tensors if split_name(tensor.name)[0] == AVERAGE_SLOT]
     if not in_slot:
-        why = "it is no training step of a recipe with `optimizer.ema`"
+        why = "`optimizer.ema` was not set in the run's recipe"
         raise usage_error(f"{source.display_name} has no averaged parameters", why, "remove `--ema`")
     if any(is_path_name(split_name(tensor.name)[1]) for tensor in in_slot):
         why = "a run with `optimizer.freeze` averages only the other parameters"

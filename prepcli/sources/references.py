@@ -156,7 +156,9 @@ def _has_manifest(folder: Path) -> bool:
 def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     """Return the reference to a run's step; raise UsageError if a local run does not have it."""
     if isinstance(step, str) and step not in (BEST, LAST) and not STEP_NAME.fullmatch(step):
-        raise usage_error(f"`--step {step}` is invalid", "it takes the number of a step, best or last")
+        raise usage_error(
+            f"`--step {step}` is invalid", "it takes the number of a step, best or last", f"`--step {LAST}`"
+        )
     if is_url(run):
         return _parse_step_url(run, str(step))
     folder = Path(run).expanduser()
@@ -164,11 +166,16 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     number = _step_number(folder, step, steps)
     if number is not None and number in steps:
         return RunStep(Path(run), number)
-    why = f"its steps are {', '.join(map(str, steps))}" if steps else "it is not the folder of a run"
+    missing = "it is not the folder of a run" if folder.is_dir() else "the folder does not exist"
+    why = f"its steps are {', '.join(map(str, steps))}" if steps else missing
     if steps and step == BEST:
         why, hint = f"{why}; none has an evaluation loss", '`checkpoint.best = "eval_loss"` records it'
         raise usage_error(f"{run} has no best step", why, hint)
-    raise usage_error(f"{run} has no step {step}" if step not in (BEST, LAST) else f"{run} has no step", why)
+    raise usage_error(
+        f"{run} has no step {step}" if step not in (BEST, LAST) else f"{run} has no step",
+        why,
+        f"`--step {LAST}`" if steps else "",
+    )
 
 
 def _step_number(folder: Path, step: int | str, steps: Sequence[int]) -> int | None:

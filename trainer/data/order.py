@@ -104,8 +104,8 @@ def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
 
 
 def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
-    """Return the steps of `epochs` passes over `n_rows` rows, not rounded."""
-    return Fraction(epochs).limit_denominator(1_000_000) * n_rows / batch_size
+    """Return the steps of `epochs` passes over `n_rows` rows, not rounded; 0.1 is exactly a tenth."""
+    return Fraction(str(epochs)) * n_rows / batch_size
 
 
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:

@@ -52,7 +52,7 @@ class Checkpoint(BaseModel):
         default=2, description="checkpoints to keep, the newest ones", examples=[2]
     )
     milestones: NonNegativeInt = Field(
-        default=0, description="steps between two checkpoints that are kept for ever; 0: none", examples=[10000]
+        default=0, description="steps between two checkpoints that are never removed; 0: none", examples=[10000]
     )
     best: Literal["eval_loss"] | None = Field(
         default=None,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from trainer.models.errors import RESUME_HINT
 
@@ -305,89 +302,20 @@ ADVICE: Mapping[str, str] = {
     ),
 }  # fmt: skip
 
-
-def _mesh_with_mp(degree: Any) -> str:
-    return f"-1,1,{degree}"
-
-
-def _override(name: str, value: Any) -> dict[str, Any]:
-    return {name: value}
-
-
-def _preset(family: str, size: str) -> str:
-    return f"{family}-{size}" if re.fullmatch(r"[\w.]+", size) else size
-
-
-def _hub_dataset(name: str) -> str:
-    """Return the URL of a dataset on the hub; paths of files stay as they are."""
-    is_hub_id = re.fullmatch(r"[\w-]+(/[\w-]+)?", name)
-    return f"hf://datasets/{name if '/' in name else f'OWNER/{name}'}" if is_hub_id else name
-
-
-# Functions that translate a value of another trainer. A dotted name applies only in its table.
-VALUE_TRANSLATIONS: Mapping[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("bf16", "bfloat16", "use_bf16"), lambda enabled: "bfloat16" if enabled else "float32"),
-    **dict.fromkeys(("fp16", "float16"), lambda enabled: "float16" if enabled else "float32"),
-    **dict.fromkeys(
-        ("bf16_momentum", "bf16_accumulate_momentum"), lambda enabled: "bfloat16" if enabled else "float32"
-    ),
-    **dict.fromkeys(
-        ("gradient_checkpointing", "use_gradient_checkpointing", "activation_checkpointing", "remat"),
-        lambda enabled: "nothing_saveable" if enabled else "none",
-    ),
-    **dict.fromkeys(
-        ("n_model_shards", "tensor_parallel_degree", "tensor_parallel_size", "tp_size", "mp_num"), _mesh_with_mp
-    ),
-    **dict.fromkeys(("save_only_model", "last_save_model_only"), lambda enabled: not enabled),
-    **dict.fromkeys(("attn_pdrop", "attention_dropout"), lambda rate: {"attention": rate}),
-    **dict.fromkeys(
-        ("resid_pdrop", "residual_dropout", "resid_dropout", "residue_dropout", "hidden_dropout"),
-        lambda rate: {"residual": rate},
-    ),
-    **dict.fromkeys(("embd_pdrop", "embedding_dropout", "embed_dropout"), lambda rate: {"embedding": rate}),
-    **{
-        name: partial(_override, name)
-        for name in SYNONYMS["model.overrides"]
-        if not name.endswith(("overrides", "config"))
-    },
-    **dict.fromkeys(("dataset_name", "huggingface_dataset.path", "data_args.train.dataset"), _hub_dataset),
-    **dict.fromkeys(("data_args.train.dataset_name", "data_args.eval.dataset_name"), str),  # a configuration
-    "load_llama_config": partial(_preset, "llama"),
-    "load_opt_config": partial(_preset, "opt"),
-    "base_model": lambda name: name.replace("_", "-"),
-    **dict.fromkeys(SYNONYMS["checkpoint.best"], lambda _: "eval_loss"),
-    "save_bf16": lambda enabled: "bfloat16" if enabled else "float32",
-    "profile_steps": lambda steps: {"start": 10, "steps": steps} if isinstance(steps, int) else steps,
-    "half_precision": lambda enabled: "bfloat16" if enabled else "float32",
-    "use_dropout": lambda enabled: "config" if enabled else 0.0,
-    "fcm_max_ratio": lambda ratio: [0.0, ratio],
-    "fcm_min_ratio": lambda ratio: [ratio, ratio],
-    "validation_split_percentage": lambda percent: percent / 100,
-}
-
 _KEY_BY_SYNONYM = {name: key for key, names in SYNONYMS.items() for name in names}
 
 
 def key_for_synonym(name: str) -> str:
     """Return the recipe key for a setting of another trainer, with or without tables; empty if unknown."""
-    return next((_KEY_BY_SYNONYM[suffix] for suffix in _suffixes(name) if suffix in _KEY_BY_SYNONYM), "")
+    return next((_KEY_BY_SYNONYM[suffix] for suffix in name_suffixes(name) if suffix in _KEY_BY_SYNONYM), "")
 
 
 def advice_for(name: str) -> str:
     """Return advice for a setting that no recipe key replaces; empty if the setting is unknown."""
-    return next((ADVICE[suffix] for suffix in _suffixes(name) if suffix in ADVICE), "")
+    return next((ADVICE[suffix] for suffix in name_suffixes(name) if suffix in ADVICE), "")
 
 
-def _suffixes(name: str) -> Iterator[str]:
+def name_suffixes(name: str) -> Iterator[str]:
     """Yield the whole dotted name, then the name without its first tables, one by one."""
     parts = name.lower().replace("-", "_").split(".")
     yield from (".".join(parts[first:]) for first in range(len(parts)))
-
-
-def translate_value(name: str, value: Any) -> Any:
-    """Translate the value of another trainer's setting to the recipe key's value."""
-    translate = next((VALUE_TRANSLATIONS[suffix] for suffix in _suffixes(name) if suffix in VALUE_TRANSLATIONS), None)
-    try:
-        return value if translate is None else translate(value)
-    except (AttributeError, TypeError):  # the value already had the wrong type
-        return value

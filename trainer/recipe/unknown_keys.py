@@ -1,4 +1,4 @@
-"""Unknown keys of a recipe and hints for the keys that were probably meant."""
+"""Unknown keys of a recipe, and hints for the keys probably meant."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from trainer.recipe.corrections import suggest_value
 from trainer.recipe.formatting import suggest
 from trainer.recipe.optimizer_tables import optimizer_type
 from trainer.recipe.override_values import override_argument
-from trainer.recipe.synonyms import advice_for, key_for_synonym, translate_value
+from trainer.recipe.synonyms import advice_for, key_for_synonym
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
+from trainer.recipe.value_translations import ValueAdvice, translate_value
 
 
 def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -100,7 +101,10 @@ def unknown_key_hint(path: str, value: Any, is_override: bool = False) -> str:
         return _known_keys_text(suggest(path.rpartition(".")[0], TABLE_NAMES))
     if isinstance(value, dict):
         return f"did you mean `{key}`?"
-    text = suggest_value(translate_value(path, value), KEY_SCHEMAS[key])
+    translated = translate_value(path, value)
+    if isinstance(translated, ValueAdvice):
+        return translated
+    text = suggest_value(translated, KEY_SCHEMAS[key])
     hint = set_option_text(key, text) if is_override else _assignment_text(key, text, path.rpartition(".")[0])
     is_certain = key in (key_for_synonym(path), _same_name_in_any_table(path))
     return hint if is_certain else f"did you mean {hint}?"
@@ -120,6 +124,8 @@ def option_hint(option: str, text: str) -> str:
     if not key:
         return ""
     value = translate_value(name, text or True)
+    if isinstance(value, ValueAdvice):
+        return value
     return set_option_text(key, suggest_value(value, KEY_SCHEMAS[key]))
 
 

@@ -32,6 +32,7 @@ from trainer.training.stop import StopSignals
 # Steps that may be in flight before the metrics of the oldest are fetched, so that devices never wait for the host.
 # CPUs block the dispatch of further steps, so a lag would only make the times of log lines wrong.
 METRICS_LAG, CPU_METRICS_LAG = 2, 0
+CompiledStep = Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Loop:
         enter_phase: Callable[[str], None] = lambda _: None,
         best_eval_loss: float = math.inf,
         profiler: StepProfiler | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Create a loop that starts at the step of `state`.
 
@@ -165,11 +167,12 @@ class Loop:
             enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
             best_eval_loss: Lowest loss in the manifest of a saved step.
             profiler: Records some of the steps.
+            warn: Called with a message if parameters cannot be cast for a checkpoint.
         """
         self.job, self.state = job, state
         self.store, self.metrics, self.callbacks = store, metrics, callbacks
         self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
-        self.enter_phase, self.profiler = enter_phase, profiler
+        self.enter_phase, self.profiler, self.warn = enter_phase, profiler, warn
         self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
         self.step = int(state["step"])
         self.start_step = self.last_saved_step = self.step
@@ -191,6 +194,19 @@ class Loop:
         if self.step == 0 and self.job.evaluates_at_start:
             self._evaluate()
         self.timer.resume()
+        try:
+            reason = self._take_steps(compiled_step)
+        finally:
+            if self.profiler is not None:
+                self.profiler.stop()
+        if not reason and self.start_step < self.step == self.job.steps:
+            self._evaluate()
+        self._save()
+        self._wait_for_save()
+        return RunResult(self.step, reason)
+
+    def _take_steps(self, compiled_step: CompiledStep) -> str:
+        """Take the remaining steps; return the reason of an early stop."""
         reason = ""
         while self.step < self.job.steps and not (reason := self._stop_reason()):
             self.enter_phase(f"step {self.step + 1}")
@@ -204,13 +220,7 @@ class Loop:
             self._report_save()
             self._evaluate_and_save_if_due()
         self._drain_metrics(0)
-        if self.profiler is not None:
-            self.profiler.stop()
-        if not reason and self._should_evaluate_at_end():
-            self._evaluate()
-        self._save()
-        self._wait_for_save()
-        return RunResult(self.step, reason)
+        return reason
 
     def _stop_reason(self) -> str:
         if self.job.stop_after and self.step - self.start_step >= self.job.stop_after:
@@ -222,7 +232,7 @@ class Loop:
         order, sharding = self.job.order, self.job.setup.sharding
         return load_batch(self.job.train, order.rows(self.step), sharding, epochs=order.epochs(self.step))
 
-    def _compile_step(self) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    def _compile_step(self) -> CompiledStep:
         """Compile the training step for the state's shardings; the state is donated."""
         self.enter_phase("compile")
         setup = self.job.setup
@@ -249,9 +259,6 @@ class Loop:
         """Return whether this step was evaluated and should be saved for its loss, the lowest so far."""
         eval_loss = self.eval_losses.get(self.step, math.inf)
         return self.job.saves_best and eval_loss < self.best_eval_loss
-
-    def _should_evaluate_at_end(self) -> bool:
-        return self.step == self.job.steps and self.step > self.start_step
 
     def _drain_metrics(self, lag: int) -> None:
         """Fetch and log the metrics of all steps but the last `lag`; raise PrepError if too many were skipped."""
@@ -330,23 +337,26 @@ class Loop:
         if not bool(_all_finite(self.state)):
             what = f"the state after step {self.step} is not finite"
             raise PrepError(what, "nothing was saved", self._recovery_hint())
-        frozen, dtype = self.job.setup.model.frozen_paths, self.job.saved_dtype
+        fields, frozen = self._manifest_fields(), self.job.setup.model.frozen_paths
+        dtype = self.job.saved_dtype if "param_cast" in fields else None
         leaves = host_leaves(self.state, self.job.optimizer_state, frozen=frozen, saved_dtype=dtype)
-        self.pending_save = self.step, self.store.start_save(self.step, leaves, self._manifest_fields())
+        self.pending_save = self.step, self.store.start_save(self.step, leaves, fields)
         self.last_saved_step = self.step
         self.timer.resume()
 
     def _manifest_fields(self) -> Mapping[str, Any]:
-        """Return the entries of the manifest: those of the job, the loss of the step and the changed values."""
+        """Return the entries of the manifest; `param_cast` is absent if a value is too large for `saved_dtype`."""
         fields = dict(self.job.manifest_fields)
         eval_loss = self.eval_losses.get(self.step, math.nan)
         if self.job.saves_best and math.isfinite(eval_loss):
             fields["eval_loss"] = eval_loss
             self.best_eval_loss = min(self.best_eval_loss, eval_loss)
         if self.job.saved_dtype is not None:
-            fields["param_cast"] = count_changed_values(
-                self.state["params"], self.job.saved_dtype, self.job.setup.model.frozen_paths
-            )
+            frozen = self.job.setup.model.frozen_paths
+            try:
+                fields["param_cast"] = count_changed_values(self.state["params"], self.job.saved_dtype, frozen)
+            except PrepError as error:
+                self.warn(f"step {self.step}: {error.what} - {error.why}; they are saved without a cast")
         return fields
 
     def _report_save(self) -> None:

@@ -1,9 +1,8 @@
-"""Casts of parameters in saved checkpoints: the number of values that a cast changes."""
+"""Casts of parameters in saved checkpoints: the number of changed values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ FIRST_OVERFLOW = 0x7F7F8000  # the smallest float32 that rounds to an infinite b
 
 
 def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ()) -> dict[str, Any]:
-    """Count the values that a cast of the parameters changes.
+    """Count the values changed by a cast of the parameters.
 
     All processes of a run call it.
 
@@ -41,8 +40,7 @@ def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ())
     leaves = {path: leaf for path, leaf in flatten_tree(params).items() if path not in frozen}
     counts = {path: count_leaf_changes(leaf, dtype) for path, leaf in leaves.items()}
     if overflowed := [path for path, (_, num_overflows) in counts.items() if num_overflows]:
-        why = f"{len(overflowed)} parameters, {overflowed[0]} first, have values that are too large for it"
-        raise PrepError(f"parameters cannot be saved in {dtype}", why, "`--set checkpoint.dtype=bfloat16`")
+        raise PrepError(f"parameters cannot be saved in {dtype}", overflow_text(overflowed))
     return {
         "from": ", ".join(sorted({str(leaf.dtype) for leaf in leaves.values()})),
         "to": dtype,
@@ -51,11 +49,17 @@ def count_changed_values(params: Tree, dtype: str, frozen: Collection[str] = ())
     }
 
 
+def overflow_text(paths: Sequence[str]) -> str:
+    """Return why the parameters with these paths cannot be cast."""
+    subject = f"{paths[0]} has" if len(paths) == 1 else f"{len(paths)} parameters, {paths[0]} first, have"
+    return f"{subject} values that are too large for it"
+
+
 def count_leaf_changes(leaf: Array, dtype: str) -> tuple[int, int]:
     """Return the numbers of values that a cast changes, and of finite ones that it makes infinite; NaN stays NaN."""
     sharding = leaf.sharding
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    counts = jax.jit(partial(_count_rows, dtype=dtype), out_shardings=replicated)(leaf)
+    counts = jax.jit(_count_rows, static_argnames="dtype", out_shardings=replicated)(leaf, dtype=dtype)
     num_changed, num_overflows = (int(np.asarray(count).sum(dtype=np.int64)) for count in counts)
     return num_changed, num_overflows
 

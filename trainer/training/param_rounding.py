@@ -12,7 +12,7 @@ from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree, unflatten_tree
 from trainer.training.leaf_loading import LeafLoader
 from trainer.training.optimizers.rounding import round_to_nearest
-from trainer.training.param_casts import count_leaf_changes
+from trainer.training.param_casts import count_leaf_changes, overflow_text
 from trainer.training.step import StepSetup
 
 
@@ -52,9 +52,8 @@ class RoundingLoader:
             PrepError: A finite value is too large for bfloat16.
         """
         if self._overflowed:
-            first = self._overflowed[0]
-            why = f"{len(self._overflowed)} parameters, {first} first, have values that are too large for it"
-            raise PrepError("parameters cannot be rounded to bfloat16", why, "`--set model.param_dtype=float32`")
+            why, hint = overflow_text(self._overflowed), "`--set model.param_dtype=float32`"
+            raise PrepError("parameters cannot be rounded to bfloat16", why, hint)
         return {"from": "float32", "to": "bfloat16", "values": self._num_values, "changed": self._num_changed}
 
 

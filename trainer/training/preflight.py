@@ -65,12 +65,13 @@ def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
             check_readable(file)
 
 
-def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:
-    """Yield a warning for each length, interval or split that does not fit the amount of data.
+def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[str]:
+    """Yield a warning for each length, interval, split or profile in conflict with the data or the steps.
 
     Args:
         recipe: The recipe.
         job: Its job.
+        last_step: The step to resume from; 0 for none.
     """
     n_rows, batch_size, steps = job.train.n_rows, job.order.batch_size, job.steps
     if n_rows < batch_size:
@@ -92,3 +93,9 @@ def run_warnings(recipe: Recipe, job: Job) -> Iterator[str]:
         if interval > steps:
             every = f"{interval:,}" if isinstance(interval, int) else f"{float(interval):,g} steps"
             yield f"`{key}` is {every}, but the run has {steps:,} steps: it happens only at the end"
+    if recipe.train.profile is not None:
+        what = f"`train.profile` starts at step {recipe.train.profile['start']:,}"
+        if recipe.train.profile["start"] > steps:
+            yield f"{what}, but the run has {steps:,} steps: nothing is recorded"
+        elif recipe.train.profile["start"] <= last_step:
+            yield f"{what}, but the run resumes after step {last_step:,}: nothing is recorded"

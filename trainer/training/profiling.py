@@ -13,18 +13,22 @@ PROFILE_FOLDER = "profile"  # in the folder of a run
 
 @dataclass(slots=True)
 class StepProfiler:
-    """Records a trace of consecutive steps with the profiler of JAX.
+    """Recorder of a trace of consecutive steps, with the profiler of JAX.
+
+    An error of the profiler gives a warning and does not end the run.
 
     Attributes:
         first_step: The first recorded step, counted from 1.
         num_steps: Number of recorded steps.
         folder: Receives the trace.
+        warn: Called with a message if the profiler fails.
         is_recording: Whether a trace has begun.
     """
 
     first_step: int
     num_steps: int
     folder: Path
+    warn: Callable[[str], None]
     is_recording: bool = False
 
     def before_step(self, step: int, wait_for_steps: Callable[[], None]) -> None:
@@ -39,12 +43,23 @@ class StepProfiler:
             self.stop()
         elif step == self.first_step:
             wait_for_steps()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(self.folder)
-            self.is_recording = True
+            self.is_recording = self._try(self._start)
 
     def stop(self) -> None:
         """Write the trace if one has begun."""
         if self.is_recording:
             self.is_recording = False
-            jax.profiler.stop_trace()
+            self._try(jax.profiler.stop_trace)
+
+    def _start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.start_trace(self.folder)
+
+    def _try(self, function: Callable[[], None]) -> bool:
+        """Return whether a function of the profiler succeeded."""
+        try:
+            function()
+        except (OSError, RuntimeError) as error:
+            self.warn(f"no profile was recorded: {error}")
+            return False
+        return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ def score_sequences(
 ) -> list[Score]:
     """Score sequences, the longest first; the result has the order of the requests.
 
+    The rows of a batch have the same rounded length, so that the padding of a row does not depend on other rows.
+
     Args:
         params: Parameters, sharded by the partition rules of `sharding`.
         requests: The sequences, of at most `max_length + 1` tokens.
@@ -61,20 +64,26 @@ def score_sequences(
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.
     """
-    order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
     scores: dict[int, Score] = {}
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        rows = _make_rows([requests[index] for index in indices], batch_size, max_length)
+    for indices, length in _batches(requests, batch_size, max_length):
+        rows = _make_rows([requests[index] for index in indices], batch_size, length)
         sums = eval_step(params, place_batch(rows, sharding))
         losses, weights, correct = (np.ravel(sums[name]).tolist() for name in ("loss", "weight", "correct"))
         scores |= {index: Score(-losses[i], correct[i] == weights[i]) for i, index in enumerate(indices)}
     return [scores[index] for index in range(len(requests))]
 
 
-def _make_rows(requests: Sequence[ScoreRequest], num_rows: int, max_length: int) -> dict[str, np.ndarray[Any, Any]]:
+def _batches(requests: Sequence[ScoreRequest], batch_size: int, max_length: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield the positions of the requests of each batch, and their common rounded length."""
+    lengths = [_round_length(len(request.tokens) - 1, max_length) for request in requests]
+    order = sorted(range(len(requests)), key=lambda index: -lengths[index])
+    for length, group in groupby(order, key=lengths.__getitem__):
+        indices = [*group]
+        yield from ((indices[start : start + batch_size], length) for start in range(0, len(indices), batch_size))
+
+
+def _make_rows(requests: Sequence[ScoreRequest], num_rows: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
     """Return inputs, targets and weights [num_rows, length]; rows beyond the requests and padding weigh nothing."""
-    length = _round_length(max(len(request.tokens) for request in requests) - 1, max_length)
     tokens, targets = np.zeros((2, num_rows, length), np.int32)
     weights = np.zeros((num_rows, length), np.float32)
     for row, request in enumerate(requests):
@@ -92,7 +101,7 @@ def _round_length(length: int, max_length: int) -> int:
 
 
 def rolling_requests(ids: Sequence[int], prefix_id: int, max_length: int) -> Iterator[ScoreRequest]:
-    """Yield requests that together score each token of a text once.
+    """Yield requests to score each token of a text once.
 
     Each but the last predicts `max_length` tokens, given the token before them. The last one has as many earlier tokens
     as fit.

@@ -15,11 +15,12 @@ import pytest
 
 import prepcli as prep
 from prepcli.api import harness
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, UsageError
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
+from trainer.training import scoring
 
 EOS = 2
 MAX_LENGTH = 12
@@ -120,6 +121,33 @@ def test_generate_until_cuts_at_the_stop_text(model: Any, checkpoint: Path):
     second = free.split()[1]
     cut = model.generate_until([Request((context, {"until": [second], "max_gen_toks": 4}))])[0]
     assert cut == free[: free.index(second)]
+
+
+def test_samples_of_equal_contexts_differ_between_batches(model: Any):
+    options = {"temperature": 1.0, "max_gen_toks": 8}
+    texts = model.generate_until([Request((words([5, 6, 7]), options))] * 6)  # batches of 3
+    assert len({*texts}) == 6
+
+
+def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
+    monkeypatch.setattr(scoring, "LENGTH_MULTIPLE", 8)  # with 64, all rows of the tiny model have the same length
+    lengths = (3, 7, 12, 20, 30, 45, 60)
+    texts = [[(5 * length + 7 * number) % 120 + 3 for number in range(length)] for length in lengths]
+    requests = [Request((words(ids[:-2]), f" {words(ids[-2:])}")) for ids in texts]
+    results = list[Any]()
+    for batch_size in (1, 3, 8):
+        with harness.harness_model(checkpoint, batch_size=batch_size) as model:
+            results.append(model.loglikelihood(requests))
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("max_length", -1), ("dtype", "float16"), ("bad", 1)])
+def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: object):
+    arguments: Any = {name: value}
+    with pytest.raises(UsageError) as raised:
+        harness.harness_model(checkpoint, **arguments)
+    assert f"`{name}" in raised.value.what
 
 
 def test_harness_model_without_the_package_names_the_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):

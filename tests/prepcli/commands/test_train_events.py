@@ -114,6 +114,20 @@ def test_parameters_are_saved_in_the_dtype_of_the_recipe(work_dir: Path, capsys:
     assert '`checkpoint.dtype` is "bfloat16"' in lines[0]
 
 
+def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    settings = (
+        "optimizer.type=sgd",
+        "optimizer.momentum=0",
+        "checkpoint.optimizer_state=false",
+        "checkpoint.dtype=bfloat16",
+    )
+    command = ("train", "recipe.toml", "--out", "run", *set_keys("mesh=1,1,8", *settings))
+    run_failing(capsys, 75, *command, "--stop-after", "1")
+    lines = error_lines(capsys, *command)
+    assert lines[0] == "error: step 1 has no exact parameters to resume from"
+    assert "run/1" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

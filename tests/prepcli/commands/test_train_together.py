@@ -8,9 +8,11 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from prepcli.commands.compute_together import AGAIN_HINT
 from prepcli.commands.train_together import _job_error, run_together
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED
@@ -125,6 +127,13 @@ def test_exit_code_depends_on_saved_steps_and_interrupts() -> None:
     assert _job_error(lost, lambda: False).code == FAILED
     assert _job_error(stopped["SIGTERM"], lambda: False).code == STOPPED
     assert _job_error(stopped["SIGINT"], lambda: True).code == INTERRUPTED
+
+
+@pytest.mark.parametrize("kind", ["lost", "stopped"])
+def test_hint_names_no_steps_for_commands_without_a_run(kind: Literal["lost", "stopped"]) -> None:
+    end = JobEnd(kind, 1, "process 1 ended", "SIGTERM")
+    assert _job_error(end, lambda: False, hint=AGAIN_HINT).hint == "start all processes again"
+    assert "resumes" in _job_error(end, lambda: True).hint
 
 
 def test_single_process_starts_no_watchdog() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+
+import pytest
 
 from prepcli.errors import PrepError
 from prepcli.execution.step_exports import StepExports
@@ -34,19 +37,27 @@ def test_steps_are_in_use_until_their_export_ends():
     assert not exports.in_use()
 
 
-def test_failed_export_warns_and_the_next_one_runs():
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PrepError("out exists", "it is something else"), "out exists - it is something else"),
+        (OSError(errno.EIO, "Input/output error", "out"), "cannot use out - Input/output error"),
+    ],
+)
+def test_failed_export_warns_and_the_next_one_runs(error: Exception, text: str):
     exported, warnings = list[int](), list[str]()
 
     def export(step: int) -> None:
         if step == 1:
-            raise PrepError("out exists", "it is something else")
+            raise error
         exported.append(step)
 
     exports = StepExports(1, export=export, warn=warnings.append)
     exports.start_missing([1, 2])
     exports.wait()
     assert exported == [2]
-    assert warnings == ["step 1 was not exported: out exists - it is something else"]
+    assert warnings == [f"step 1 was not exported: {text}"]
+    assert not exports.in_use()
 
 
 def test_abandoned_exports_are_not_waited_for():

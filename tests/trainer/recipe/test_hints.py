@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from trainer.recipe import load_recipe, option_hint
 from trainer.recipe.corrections import VALUE_SYNONYMS, correct_value, is_accepted
 from trainer.recipe.diagnostics import MAX_SHOWN
 from trainer.recipe.formatting import alternatives, example_value, to_toml
-from trainer.recipe.synonyms import ADVICE, SYNONYMS, VALUE_TRANSLATIONS, advice_for, key_for_synonym, translate_value
-from trainer.recipe.tables import KEY_SCHEMAS
+from trainer.recipe.synonyms import ADVICE, SYNONYMS, advice_for, key_for_synonym
+from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.value_translations import VALUE_TRANSLATIONS, translate_value
 
 LIBRARY_WORDS = re.compile(
     r"Input should|Field required|Extra inputs|type=|pydantic|tomllib|validation error", re.IGNORECASE
@@ -237,6 +239,37 @@ def test_to_toml_float_reads_back_equal(value: float):
 )
 def test_option_of_another_trainer_gives_hint(option: str, value: str, hint: str):
     assert option_hint(option, value) == hint
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "expected"),
+    [
+        ("load_best_model_at_end=true", "checkpoint.best", "eval_loss"),
+        ("metric_for_best_model=eval_loss", "checkpoint.best", "eval_loss"),
+        ("push_to_hub=true", "checkpoint.push", "OWNER/NAME"),
+        ("save_bf16=true", "checkpoint.dtype", "bfloat16"),
+        ("float_dtype=bf16", "checkpoint.dtype", "bfloat16"),
+        ("float_dtype=fp32", "checkpoint.dtype", "float32"),
+        ("local_device_ids=[0, 1, 2, 3]", "cluster.n_local_devices", 4),
+        ("local_device_ids='0,1,2,3'", "cluster.n_local_devices", 4),
+        ("profile_steps=5", "train.profile", {"start": 10, "steps": 5}),
+        ("profile_steps=true", "train.profile", {"start": 10, "steps": 3}),
+    ],
+)
+def test_translated_values_are_valid_overrides(setting: str, key: str, expected: Any):
+    (text,) = re.findall(r"`--set ([^`]+)`", str(error_of(GOOD, setting)))
+    more = ["data.holdout=0.1", "train.eval_every=5", "checkpoint.optimizer_state=false"]
+    assert value_of(load_recipe(Path("x.toml"), [*shlex.split(text), *more]).recipe, key) == expected
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["load_best_model_at_end=false", "metric_for_best_model=accuracy", "push_to_hub=false", "profile_steps=0"],
+)
+def test_values_without_replacement_give_advice(setting: str):
+    text = str(error_of(GOOD, setting))
+    assert "`--set " not in text.partition(" - ")[2]
+    assert "remove it" in text or "eval_loss only" in text
 
 
 def test_override_hints_are_valid_overrides():

@@ -7,12 +7,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.helpers import runs
 from trainer.models.errors import PrepError
+from trainer.training import loop as loop_module
 from trainer.training.intervals import is_due
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
@@ -48,6 +50,8 @@ def test_epoch_interval_counts_rows():
     order = runs.make_job(runs.make_setup(), batch_size=8).order
     assert order.epoch_interval(1) == Fraction(45, 8)
     assert order.epoch_interval(0.5) == Fraction(45, 16)
+    assert order.epoch_interval(4e-7) == Fraction(45, 8) * Fraction(4, 10**7)
+    assert order.epoch_interval(0.1) == Fraction(45, 80)
 
 
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
@@ -111,19 +115,84 @@ def test_changed_values_do_not_depend_on_the_mesh():
 
 
 def test_cast_to_float16_refuses_overflow():
-    with pytest.raises(PrepError, match="cannot be saved in float16"):
+    with pytest.raises(PrepError, match="cannot be saved in float16") as raised:
         count_changed_values({"embed": {"tokens": jnp.array([[1.0, 7e4]])}}, "float16")
+    assert raised.value.why == "embed.tokens has values that are too large for it"
+    leaf = jnp.array([7e4])
+    with pytest.raises(PrepError) as raised:
+        count_changed_values({"a": leaf, "b": leaf}, "float16")
+    assert raised.value.why == "2 parameters, a first, have values that are too large for it"
+
+
+def test_parameters_too_large_for_the_cast_are_saved_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise PrepError("parameters cannot be saved in float16", "embed.tokens has values that are too large for it")
+
+    monkeypatch.setattr(loop_module, "count_changed_values", refuse)
+    warnings = list[str]()
+    store, _ = run_loop(tmp_path, optimizer_state=False, saved_dtype="float16", options={"warn": warnings.append})
+    reader = store.open(12)
+    assert {array.dtype.name for name, array in reader.arrays.items() if name.startswith("params.")} == {"float32"}
+    assert "param_cast" not in reader.manifest
+    assert warnings == [
+        "step 12: parameters cannot be saved in float16 - embed.tokens has values that are too large for it; "
+        "they are saved without a cast"
+    ]
+
+
+def test_counts_of_equal_leaves_are_compiled_once(caplog: pytest.LogCaptureFixture):
+    leaves = {"a": jnp.ones((5, 7)), "b": jnp.zeros((5, 7))}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        count_changed_values(leaves, "bfloat16")
+        count_changed_values(leaves, "bfloat16")
+    assert sum("Compiling" in message and "_count_rows" in message for message in caplog.messages) == 1
+
+
+def raise_warning(text: str) -> None:
+    raise AssertionError(text)
 
 
 def test_profile_records_the_steps(tmp_path: Path):
-    profiler = StepProfiler(2, 3, tmp_path / "profile")
+    profiler = StepProfiler(2, 3, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
 def test_profile_ends_with_the_run(tmp_path: Path):
-    profiler = StepProfiler(11, 30, tmp_path / "profile")
+    profiler = StepProfiler(11, 30, tmp_path / "profile", raise_warning)
     run_loop(tmp_path, options={"profiler": profiler})
     assert not profiler.is_recording
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_profile_ends_with_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    profiler = StepProfiler(2, 30, tmp_path / "profile", raise_warning)
+
+    def fail(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.RecordingCallbacks, "on_step", lambda self, step: fail(step))
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(tmp_path, options={"profiler": profiler})
+    assert not profiler.is_recording
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize("function", ["start_trace", "stop_trace"])
+@pytest.mark.parametrize("error", [OSError("disk full"), RuntimeError("disk full")])
+def test_failed_profile_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, error: Exception
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    monkeypatch.setattr(jax.profiler, function, fail)
+    warnings = list[str]()
+    profiler = StepProfiler(2, 1, tmp_path / "profile", warnings.append)
+    profiler.before_step(2, lambda: None)
+    profiler.stop()
+    assert warnings == ["no profile was recorded: disk full"]

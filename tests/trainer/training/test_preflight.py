@@ -154,6 +154,13 @@ def test_run_warnings_name_epochs_below_one_step():
     assert warning == "`train.epochs` 0.1 of 45 sequences is less than one step of 8"
 
 
+@pytest.mark.parametrize(("start", "words"), [(21, "the run has 20 steps"), (5, "resumes after step 5"), (6, "")])
+def test_run_warnings_name_a_profile_without_steps(start: int, words: str):
+    recipe = load_test_recipe(f"train.profile={{ start = {start}, steps = 2 }}")
+    warnings = [*run_warnings(recipe, make_job(make_setup(), 8, 20), last_step=5)]
+    assert [words in warning for warning in warnings if "profile" in warning] == ([True] if words else [])
+
+
 def test_run_warnings_name_intervals_beyond_the_run():
     warnings = list(run_warnings(load_test_recipe(), make_job(make_setup(), 8, 20, eval_every=21, save_every=50)))
     assert [warning.partition("`")[2].partition("`")[0] for warning in warnings] == [
