@@ -13,7 +13,7 @@ TokenCallback = Callable[[int, Sequence[int], str], None]
 
 
 class TokenStream:
-    """Passes on the new tokens of prompts with their texts.
+    """Stream of the new tokens of prompts and their texts to a callback.
 
     Attributes:
         texts: The text of each prompt so far.
