@@ -265,7 +265,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             if run.group.index == 0:
                 write_recipe(run)
                 write_environment(run)
-            result = _take_steps(run, state, store, job=job, reporter=reporter)
+            result = _take_steps(run, state, store, job=replace(job, ui=ui), reporter=reporter)
             if exports is not None and result.stop_reason:
                 exports.abandon()
     if result.stop_reason:
@@ -283,7 +283,7 @@ def _take_steps(
         reporter.display.on_phase(phase)
         job.enter_phase(phase)
 
-    with open_metrics(run) as metrics, remember_signal() as stop_signal:
+    with open_metrics(run, job.ui.warn) as metrics, remember_signal() as stop_signal:
         return Loop(
             run.job,
             state,
