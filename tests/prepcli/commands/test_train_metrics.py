@@ -43,25 +43,25 @@ def make_run(folder: Path, **log: Any) -> Any:
     return SimpleNamespace(group=group, recipe=recipe, step=0, folder=folder, place=FakePlace(folder))
 
 
-def fail_at_step_2(run: Any) -> None:
+def fail_at_step_3(run: Any, *, breaks_place: bool = False) -> None:
     with open_metrics(run, print) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
         metrics.write({"step": 2, "loss": 1.0})
+        run.place.is_broken = breaks_place
         raise RuntimeError("step 3")
 
 
 def test_metrics_of_a_failed_run_are_stored(tmp_path: Path):
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="step 3"):
-        fail_at_step_2(run)
+        fail_at_step_3(run)
     assert run.place.stored == [(METRICS_FILE, []), (METRICS_FILE, [1, 2])]
 
 
 def test_first_error_is_kept_if_metrics_cannot_be_stored(tmp_path: Path):
     run = make_run(tmp_path)
-    with pytest.raises(RuntimeError, match="step 3"), open_metrics(run, print):
-        run.place.is_broken = True
-        raise RuntimeError("step 3")
+    with pytest.raises(RuntimeError, match="step 3"):
+        fail_at_step_3(run, breaks_place=True)
     run.place.is_broken = False
     with pytest.raises(PrepError, match="cannot reach"), open_metrics(run, print):
         run.place.is_broken = True
@@ -71,7 +71,7 @@ def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(RuntimeError, match="step 3"):
-        fail_at_step_2(make_run(tmp_path, wandb=TABLE))
+        fail_at_step_3(make_run(tmp_path, wandb=TABLE))
     assert wandb.exit_codes == [1]
     with open_metrics(make_run(tmp_path, wandb=TABLE), print):
         pass

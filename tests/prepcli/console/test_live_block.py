@@ -26,8 +26,8 @@ class Terminal:
     descriptor: int
     screen: Screen
 
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    def resize(self, columns: int, lines: int = 24) -> None:
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def read(self) -> list[str]:
         """Return the text of the screen."""
@@ -84,6 +84,23 @@ def test_lines_are_cut_at_the_new_width(terminal: Terminal):
     block.draw([[("b" * 70, "")]])
     assert (block.width, terminal.read()) == (60, ["b" * 60])
     block.close()
+
+
+def test_terminal_without_a_size_has_a_block(terminal: Terminal):
+    terminal.resize(0, 0)
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "")]])
+    assert block.width > 0
+    assert terminal.read() == ["step 1"]
+    block.close()
+
+
+def test_incomplete_line_is_printed_at_the_end(terminal: Terminal):
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "")]])
+    print("warning", end="", file=block.stream)
+    block.close()
+    assert terminal.read() == ["warning", "step 1"]
 
 
 def test_ui_opens_a_block_only_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
