@@ -103,6 +103,20 @@ def test_incomplete_line_is_printed_at_the_end(terminal: Terminal):
     assert terminal.read() == ["warning", "step 1"]
 
 
+def test_error_of_another_thread_is_below_the_block(terminal: Terminal):
+    ui = Ui("train", err=terminal.stream)
+    block = ui.open_live_block()
+    assert block is not None
+    block.draw([[("step 1", "")]])
+    ui.leave_live_block()
+    print("error: lost", file=terminal.stream, flush=True)
+    written = os.read(terminal.descriptor, 1 << 16).decode()
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    terminal.screen.feed(written)
+    assert terminal.read() == ["step 1", "error: lost"]
+    block.close()
+
+
 def test_ui_opens_a_block_only_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
     def is_live(ui: Ui) -> bool:
         block = ui.open_live_block()
