@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prepcli.commands.train_files import write_run_file
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage_error
@@ -127,5 +128,5 @@ def _open_extra_logs(
             run.folder, log.wandb, name=run.recipe.name, config=config, step=run.step, logged=logged, warn=warn
         )
         stack.push(lambda kind, *_: wandb_log.close(has_failed=kind is not None))
-        run.place.store_file(ID_FILE)
+        write_run_file(run, ID_FILE, f"{wandb_log.run_id}\n")
         yield wandb_log

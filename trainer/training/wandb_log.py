@@ -16,6 +16,9 @@ class WandbLog:
     """MetricsLog that continues the W&B run whose id is kept in the run's folder, or starts a new one.
 
     A failure of W&B after the start is a warning, and ends the log but not the training run.
+
+    Attributes:
+        run_id: Id of the W&B run, for the caller to write to the run's folder.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class WandbLog:
             warn: Prints a warning.
 
         Raises:
-            PrepError: wandb is not installed, refuses the run, or the id cannot be read or written.
+            PrepError: wandb is not installed, refuses the run, or the id cannot be read.
         """
         wandb = import_wandb()
         options: dict[str, Any] = {"name": name} | {key: value for key, value in table.items() if key != "offline"}
@@ -62,7 +65,7 @@ class WandbLog:
             raise PrepError(
                 "W&B did not start a run", str(error), "`log.wandb.offline = true`, or `wandb login`"
             ) from error
-        _write_id(folder, run.id)
+        self.run_id: str = run.id
         self._run: Any = run  # None after a failure
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -109,10 +112,3 @@ def _read_id(folder: Path) -> str:
         return ""
     except OSError as error:
         raise PrepError(f"cannot read {folder / ID_FILE}", error.strerror or str(error)) from error
-
-
-def _write_id(folder: Path, run_id: str) -> None:
-    try:
-        (folder / ID_FILE).write_text(f"{run_id}\n")
-    except OSError as error:
-        raise PrepError(f"cannot write {folder / ID_FILE}", error.strerror or str(error)) from error

@@ -13,6 +13,7 @@ from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.errors import PrepError, UsageError
 from tests.trainer.training.test_wandb_log import FakeWandb
 from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.wandb_log import ID_FILE
 
 TABLE = {"project": "p", "offline": True}
 
@@ -76,6 +77,7 @@ def test_failed_run_is_failed_in_wandb(tmp_path: Path, monkeypatch: pytest.Monke
     with open_metrics(make_run(tmp_path, wandb=TABLE), print):
         pass
     assert wandb.exit_codes == [1, 0]
+    assert (tmp_path / ID_FILE).read_text() == "new2\n"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def open_log(folder: Path, step: int, logged: int = 0, warnings: list[str] | Non
     """Open the log of a run that has logged the lines of training up to a step."""
     keys = {(number, False) for number in range(1, logged + 1)}
     warn = [].append if warnings is None else warnings.append
-    return WandbLog(folder, TABLE, name="run", config={"seed": 3}, step=step, logged=keys, warn=warn)
+    log = WandbLog(folder, TABLE, name="run", config={"seed": 3}, step=step, logged=keys, warn=warn)
+    (folder / ID_FILE).write_text(f"{log.run_id}\n")
+    return log
 
 
 def test_new_run_passes_the_table_and_keeps_its_id(wandb: FakeWandb, tmp_path: Path):
