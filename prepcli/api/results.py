@@ -122,7 +122,7 @@ class EvaluationScores:
     Attributes:
         loss: Mean cross-entropy of a token; None if it is not finite.
         perplexity: Exponential of the loss.
-        accuracy: Fraction of the tokens that are predicted correctly.
+        accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
         metrics: Metrics of generated targets, of each source.

@@ -27,7 +27,7 @@ class ReportRequest:
 
     Attributes:
         runs: Folders or URLs of the runs.
-        out: The HTML file; None: `report.html` in the folder of the first run, or here if that is in an object store.
+        out: The HTML file; None: `report.html` in the folder of the first run, or here for a run in an object store.
     """
 
     runs: tuple[Path, ...]

@@ -252,7 +252,7 @@ def _load_train_state(run: Run, start: StartCheckpoint, ui: Ui) -> TrainState:
 
 
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
-    """Train, and save to the place of the run, which is locked meanwhile."""
+    """Train, and save to the place of the run, locked meanwhile."""
     sharding = run.job.setup.forward_config.sharding
     with open_display(job.ui, run) as (ui, display):
         reporter, exports = TrainReporter(display), step_exports(run, ui)

@@ -1,4 +1,4 @@
-"""What `prep train` shows during a run: lines, or a view that is redrawn in place on a terminal."""
+"""What `prep train` shows during a run: lines, or a view redrawn in place on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", 
 
 
 class RunDisplay(Protocol):
-    """Receiver of the events of a run, which are those of the loop's callbacks."""
+    """Receiver of the events of a run, the same as those of the loop's callbacks."""
 
     def on_phase(self, phase: str) -> None:
         """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
@@ -109,7 +109,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """Display that is redrawn in place, at most ten times per second between log lines."""
+    """Display redrawn in place, at most ten times per second between log lines."""
 
     def __init__(self, block: LiveBlock, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
         self.block, self.status, self.clock = block, status, clock

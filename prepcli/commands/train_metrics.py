@@ -91,7 +91,7 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
 
 @contextmanager
 def _store_at_end(place: RunPlace, name: str) -> Iterator[None]:
-    """Store a file of the run at the end, and after an error, which is then the one to raise."""
+    """Store a file of the run at the end; after another error, ignore errors of the store."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""Lines at the end of a terminal that are redrawn in place, below the text that is printed meanwhile."""
+"""Lines at the end of a terminal, redrawn in place below the text printed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = Sequence[Segment]
 
 
 class LiveBlock:
-    """Lines that are redrawn in place; the last ones stay on the screen.
+    """Lines redrawn in place; the last ones stay on the screen.
 
     Attributes:
         stream: Stream for text to print above the lines.
@@ -88,7 +88,7 @@ class _TextAbove(io.TextIOBase):
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        """Print the lines that are complete."""
+        """Print the complete lines."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         if lines:
             self._block.print_above("\n".join(lines))

@@ -114,7 +114,7 @@ class Ui:
         return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def open_live_block(self) -> LiveBlock | None:
-        """Return lines that are redrawn in place, or None if the output is for a log, or of all processes."""
+        """Return lines redrawn in place, or None if the output is for a log, or of all processes."""
         return LiveBlock(self.err) if self._can_have_live_block() else None
 
     def leave_live_block(self) -> None:

@@ -147,7 +147,7 @@ def _read_environment(path: Path) -> dict[str, Any]:
 
 
 def folder_nbytes(folder: Path) -> int:
-    """Return the size of the files of a step, which a running job may remove meanwhile."""
+    """Return the size of the files of a step; a running job may remove them meanwhile."""
     nbytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -47,7 +47,7 @@ class IncrementalDecoder:
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the held-back text."""
         return self._pending()
 
     def _pending(self) -> str:
