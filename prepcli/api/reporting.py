@@ -26,7 +26,7 @@ def report(runs: PathLike | Sequence[PathLike], out: PathLike | None = None) -> 
         The page, and the main numbers of each run.
 
     Raises:
-        UsageError: An argument is invalid.
+        UsageError: There are no runs, or `out` is a URL.
         PrepError: A folder or URL is not a run, or a file cannot be read or written.
     """
     folders = [runs] if isinstance(runs, str | Path) else runs
@@ -34,4 +34,6 @@ def report(runs: PathLike | Sequence[PathLike], out: PathLike | None = None) -> 
         tuple(Path(folder) for folder in folders), Path(out) if out is not None else None
     )
     fields: Any = report_command.report(request, silent_ui("report")).fields
-    return RunsReport(path=Path(fields["output"]), runs=tuple(fields["runs"]))
+    return RunsReport(
+        path=Path(fields["output"]), runs=tuple(fields["runs"]), changed_keys=tuple(fields["changed_keys"])
+    )

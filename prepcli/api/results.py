@@ -122,7 +122,7 @@ class EvaluationScores:
     Attributes:
         loss: Mean cross-entropy of a token; None if it is not finite.
         perplexity: Exponential of the loss.
-        accuracy: Fraction of the tokens that are predicted correctly.
+        accuracy: Fraction of the correctly predicted tokens.
         tokens: Number of predicted tokens.
         sequences: Number of sequences.
         metrics: Metrics of generated targets, of each source.
@@ -192,7 +192,9 @@ class RunsReport:
         path: The HTML file.
         runs: For each run `run` (its folder or URL), `step`, `steps`, `tokens`, `loss`, `eval_loss`, `best_eval_loss`,
             `tokens_per_s`, `mfu` and `skipped`; None for missing numbers.
+        changed_keys: Recipe keys whose values differ between the runs.
     """
 
     path: Path
     runs: tuple[Mapping[str, Any], ...]
+    changed_keys: tuple[str, ...]

@@ -11,6 +11,7 @@ from typing import Any
 
 from prepcli.commands.report_page import changed_keys, run_names, write_report_page
 from prepcli.console.ui import Report, Ui, format_table
+from prepcli.errors import usage_error
 from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
 from prepcli.inspection.run_record import RunRecord, read_run
@@ -26,7 +27,7 @@ class ReportRequest:
 
     Attributes:
         runs: Folders or URLs of the runs.
-        out: The HTML file; None: `report.html` in the folder of the first run, or here if that is in an object store.
+        out: The HTML file; None: `report.html` in the folder of the first run, or here for a run in an object store.
     """
 
     runs: tuple[Path, ...]
@@ -41,8 +42,13 @@ def report(request: ReportRequest, ui: Ui) -> Report:
         ui: Prints the path of the page.
 
     Raises:
+        UsageError: There are no runs, or the page would be in an object store.
         PrepError: A folder or URL is not a run, or a file cannot be read or written.
     """
+    if not request.runs:
+        raise usage_error("no runs to report", "", "`prep report runs/NAME`")
+    if request.out is not None and (url := parse_out_url(request.out)) is not None:
+        raise usage_error(f"cannot write the page to {url}", "it is not a local file", "`--out FILE`")
     runs = [_read(path, ui) for path in request.runs]
     folder = request.runs[0] if parse_out_url(request.runs[0]) is None else Path()
     path = request.out or folder / PAGE
@@ -65,8 +71,8 @@ def _read(path: Path, ui: Ui) -> RunRecord:
 
 
 def summarize(run: RunRecord) -> dict[str, Any]:
-    """Return the main numbers of a run, None for those that it does not have."""
-    rates, eval_losses = run.points("tokens_per_s"), run.points("eval_loss")
+    """Return the main numbers of a run; None for missing ones."""
+    eval_losses = run.points("eval_loss")
     tokens, skipped = run.last("tokens"), run.last("skipped")
     return {
         "run": run.name,
@@ -76,10 +82,15 @@ def summarize(run: RunRecord) -> dict[str, Any]:
         "loss": run.last("loss"),
         "eval_loss": run.last("eval_loss"),
         "best_eval_loss": min((value for _, value in eval_losses), default=None),
-        "tokens_per_s": median([value for _, value in rates]) if rates else None,
-        "mfu": run.last("mfu"),
+        "tokens_per_s": _median(run, "tokens_per_s"),
+        "mfu": _median(run, "mfu"),
         "skipped": None if skipped is None else int(skipped),
     }
+
+
+def _median(run: RunRecord, name: str) -> float | None:
+    values = [value for _, value in run.points(name)]
+    return median(values) if values else None
 
 
 def _texts(summary: Mapping[str, Any]) -> dict[str, str]:

@@ -22,6 +22,8 @@ CURVES = {  # metric -> heading
     "memory_bytes": "Peak memory per device, GiB",
     "eval_accuracy": "Evaluation accuracy",
 }
+MAX_TITLE_NAMES = 3
+DIGEST_DIGITS = 12
 SCALES = {"memory_bytes": 1 / (1 << 30)}
 STYLE = (
     CHART_STYLE
@@ -67,7 +69,7 @@ def changed_keys(runs: Sequence[RunRecord]) -> list[str]:
 
 def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = run_names(runs)
-    yield f"<h1>{escape(', '.join(names))}</h1>"
+    yield f"<h1>{escape(', '.join(names) if len(names) <= MAX_TITLE_NAMES else f'{len(names)} runs')}</h1>"
     yield from _table(
         ["run", *summaries[0]],
         [[_named(n, name), *map(_cell, row.values())] for n, (name, row) in enumerate(zip(names, summaries))],
@@ -86,14 +88,16 @@ def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> 
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
-    """Yield a chart for each metric that a run has."""
+    """Yield a chart of each metric, all with the same x axis."""
     yield '<div class="charts">'
+    logged_steps = [line["step"] for run in runs for line in run.lines]
     for metric, heading in CURVES.items():
         scale = SCALES.get(metric, 1)
         points = [[(step, value * scale) for step, value in run.points(metric)] for run in runs]
         curves = [RunCurve(names[n], n, values) for n, values in enumerate(points) if values]
         if curves:
-            yield f"<section><h3>{heading}</h3>{run_chart(curves, f'{heading} by step')}</section>"
+            svg = run_chart(curves, f"{heading} by step", (min(logged_steps), max(logged_steps)))
+            yield f"<section><h3>{heading}</h3>{svg}</section>"
     yield "</div>"
 
 
@@ -117,9 +121,9 @@ def _recipe_rows(runs: Sequence[RunRecord], keys: Iterable[str]) -> list[list[st
 
 def _environment_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield the data, the machine and the versions of each run."""
-    data = [run.environment.get("data", {}) for run in runs]
-    versions = [run.environment.get("versions", {}) for run in runs]
+    data, versions = ([run.table(name) for run in runs] for name in ("data", "versions"))
     nested = ("data", "versions")
+    data = [{**table, "digest": str(table["digest"])[:DIGEST_DIGITS]} if "digest" in table else table for table in data]
     machine = [{key: value for key, value in run.environment.items() if key not in nested} for run in runs]
     for heading, tables in (("Data", data), ("Environment", machine), ("Versions", versions)):
         keys = dict.fromkeys(key for table in tables for key in table)

@@ -13,7 +13,7 @@ TokenCallback = Callable[[int, Sequence[int], str], None]
 
 
 class TokenStream:
-    """Passes on the new tokens of prompts with their texts.
+    """Stream of the new tokens of prompts and their texts to a callback.
 
     Attributes:
         texts: The text of each prompt so far.
@@ -36,7 +36,7 @@ class TokenStream:
                 self._pass_on(prompt, tokens, self._decoders[prompt].push(tokens))
 
     def finish(self, first_prompt: int, last_prompt: int) -> None:
-        """Pass on the text that was held back for prompts `first_prompt:last_prompt`."""
+        """Pass on the held-back text of prompts `first_prompt:last_prompt`."""
         for prompt in range(first_prompt, last_prompt):
             if text := self._decoders[prompt].finish():
                 self._pass_on(prompt, (), text)

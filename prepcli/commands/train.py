@@ -291,7 +291,7 @@ def _take_steps(
         reporter.display.on_phase(phase)
         job.enter_phase(phase)
 
-    with open_metrics(run) as metrics, remember_signal() as stop_signal:
+    with open_metrics(run, job.ui.warn) as metrics, remember_signal() as stop_signal:
         return Loop(
             run.job,
             state,

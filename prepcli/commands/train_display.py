@@ -1,4 +1,4 @@
-"""What `prep train` shows during a run: lines, or a view that is redrawn in place on a terminal."""
+"""What `prep train` shows during a run: lines, or a view redrawn in place on a terminal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from prepcli.commands.train_run import Run
-from prepcli.console.formatting import format_duration, format_time_left
+from prepcli.console.formatting import format_duration, format_number, format_time_left, format_token_rate
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import REDRAW_INTERVAL_S
-from prepcli.console.run_status import RunStatus, format_number, format_token_rate, status_lines
+from prepcli.console.run_status import RunStatus, status_lines
 from prepcli.console.ui import Ui
 
 PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", "save": "saving"}
 
 
 class RunDisplay(Protocol):
-    """Receiver of the events of a run, which are those of the loop's callbacks."""
+    """Receiver of the events of a run, the same as those of the loop's callbacks."""
 
     def on_phase(self, phase: str) -> None:
         """Show the start of a phase such as `compile`, `step 12` or `save 12`."""
@@ -66,8 +66,10 @@ def open_display(ui: Ui, run: Run) -> Iterator[tuple[Ui, RunDisplay]]:
     display.draw()
     try:
         yield replace(ui, err=block.stream), display
-    finally:
-        display.close()
+    except BaseException as error:
+        display.close(has_failed=isinstance(error, Exception))
+        raise
+    display.close()
 
 
 class LineDisplay:
@@ -107,7 +109,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """Display that is redrawn in place, at most ten times per second between log lines."""
+    """Display redrawn in place, at most ten times per second between log lines."""
 
     def __init__(self, block: LiveBlock, status: RunStatus, clock: Callable[[], float] = time.monotonic) -> None:
         self.block, self.status, self.clock = block, status, clock
@@ -153,9 +155,10 @@ class LiveDisplay:
         self.status.save = f"step {step:,} in {format_duration(seconds)}"
         self.draw()
 
-    def close(self) -> None:
+    def close(self, *, has_failed: bool = False) -> None:
         """Leave the final state on the screen."""
-        self.status.phase = "finished" if self.status.step == self.status.steps else "stopped"
+        is_finished = self.status.step == self.status.steps
+        self.status.phase = "failed" if has_failed else "finished" if is_finished else "stopped"
         self.draw()
         self.block.close()
 

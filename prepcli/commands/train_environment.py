@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import socket
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.env import package_versions
+from prepcli.commands.train_files import write_run_file
 from prepcli.commands.train_run import Run
-from prepcli.engine.files import io_error
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 
 if TYPE_CHECKING:
@@ -22,14 +21,7 @@ if TYPE_CHECKING:
 
 def write_environment(run: Run) -> None:
     """Write the environment of the current start of a run; raise PrepError if it cannot be written."""
-    path = run.folder / ENVIRONMENT_FILE
-    new_path = path.with_name(f"{ENVIRONMENT_FILE}.new")
-    try:
-        new_path.write_text(json.dumps(environment_fields(run), indent=1) + "\n")
-        os.replace(new_path, path)
-    except OSError as error:
-        raise io_error(path, error) from error
-    run.place.store_file(ENVIRONMENT_FILE)
+    write_run_file(run, ENVIRONMENT_FILE, json.dumps(environment_fields(run), indent=1) + "\n")
 
 
 def environment_fields(run: Run) -> dict[str, Any]:

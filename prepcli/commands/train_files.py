@@ -36,12 +36,17 @@ def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]
 
 def write_recipe(run: Run) -> None:
     """Write the complete recipe of a run; raise PrepError if it cannot be written."""
-    path = run.folder / RECIPE_FILE
-    new_path = path.with_name(f"{RECIPE_FILE}.new")
+    write_run_file(run, RECIPE_FILE, recipe_to_toml(run.recipe, run.loaded.origins))
+
+
+def write_run_file(run: Run, name: str, text: str) -> None:
+    """Replace a file of a run and store it; raise PrepError if it cannot be written."""
+    path = run.folder / name
+    new_path = path.with_name(f"{name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new_path.write_text(recipe_to_toml(run.recipe, run.loaded.origins))
+        new_path.write_text(text, "utf-8")
         os.replace(new_path, path)
     except OSError as error:
         raise io_error(path, error) from error
-    run.place.store_file(RECIPE_FILE)
+    run.place.store_file(name)

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prepcli.commands.train_files import write_run_file
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
-from prepcli.errors import usage_error
+from prepcli.errors import PrepError, usage_error
 from prepcli.execution.run_place import RunPlace
 
 if TYPE_CHECKING:
     from trainer.recipe.run_tables import Log
-    from trainer.training.metrics import MetricsLog
+    from trainer.training.metrics import LogKey, MetricsLog
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 
 def check_logs(log: Log, place: RunPlace) -> None:
-    """Raise UsageError if a log of the recipe cannot be written to the place of the run."""
+    """Check that the logs of the recipe can be written.
+
+    Raises:
+        UsageError: The event files would be in an object store.
+        PrepError: An extra is not installed.
+    """
+    from trainer.training.tensorboard_log import import_tensorboard
+    from trainer.training.wandb_log import import_wandb
+
     if log.tensorboard is True and not place.is_on_disk:
         why = f"event files are appended to, and {place.name} is in an object store"
         raise usage_error("`log.tensorboard = true` needs a run in a folder", why, '`log.tensorboard = "FOLDER"`')
+    if "://" in str(log.tensorboard):
+        what = f'`log.tensorboard = "{log.tensorboard}"` is not a folder'
+        raise usage_error(what, "event files are appended to", '`log.tensorboard = "FOLDER"`')
+    if log.tensorboard:
+        import_tensorboard()
+    if log.wandb is not None:
+        import_wandb()
 
 
 @contextmanager
-def open_metrics(run: Run) -> Iterator[MetricsLog]:
+def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
     """Open the receivers of the metrics of this process; it has none if only process 0 logs.
 
-    A run in an object store stores the metrics file at the start, with each step and after the last line.
+    A run in an object store stores the metrics file at the start, with each step and at the end, after an error too.
+
+    Args:
+        run: The run.
+        warn: Prints a warning.
 
     Yields:
         A MetricsLog that passes each line to all of them.
@@ -38,7 +58,14 @@ def open_metrics(run: Run) -> Iterator[MetricsLog]:
     Raises:
         PrepError: A file cannot be written, or an extra is not installed.
     """
-    from trainer.training.metrics import MetricsLogs, MetricsWriter, metrics_file, read_metrics, remove_other_metrics
+    from trainer.training.metrics import (
+        MetricsLogs,
+        MetricsWriter,
+        log_key,
+        metrics_file,
+        read_metrics,
+        remove_other_metrics,
+    )
 
     index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
     if index >= num_logging:
@@ -52,24 +79,38 @@ def open_metrics(run: Run) -> Iterator[MetricsLog]:
         raise io_error(run.folder, error) from error
     name = metrics_file(index)
     run.place.restore_file(name)
-    logged = max((line["step"] for line in read_metrics(run.folder / name)), default=-1)
+    logged = frozenset(map(log_key, read_metrics(run.folder / name)))
     with ExitStack() as stack:
         logs: list[MetricsLog] = [MetricsWriter(run.folder / name, run.step)]
         run.place.store_file(name)
+        stack.enter_context(_store_at_end(run.place, name))
         if index == 0:
-            for log in _open_extra_logs(run, logged):
-                stack.callback(log.close)
-                logs.append(log)
+            logs += _open_extra_logs(run, stack, logged=logged, warn=warn)
         yield MetricsLogs(tuple(logs))
-    run.place.store_file(name)
 
 
-def _open_extra_logs(run: Run, logged: int) -> Iterator[MetricsLog]:
+@contextmanager
+def _store_at_end(place: RunPlace, name: str) -> Iterator[None]:
+    """Store a file of the run at the end; after another error, ignore errors of the store."""
+    try:
+        yield
+    except BaseException:
+        with suppress(PrepError):
+            place.store_file(name)
+        raise
+    place.store_file(name)
+
+
+def _open_extra_logs(
+    run: Run, stack: ExitStack, *, logged: Set[LogKey], warn: Callable[[str], None]
+) -> Iterator[MetricsLog]:
     """Yield the logs of the recipe besides the metrics file.
 
     Args:
         run: The run.
-        logged: Last step of the metrics file, before the steps that are taken again were removed.
+        stack: Closes the logs.
+        logged: Keys of the lines of the metrics file, before those of repeated steps were removed.
+        warn: Prints a warning.
     """
     log = run.recipe.log
     if log.tensorboard:
@@ -77,11 +118,15 @@ def _open_extra_logs(run: Run, logged: int) -> Iterator[MetricsLog]:
 
         is_default = log.tensorboard is True
         folder = run.folder / TENSORBOARD_FOLDER if is_default else Path(str(log.tensorboard)) / run.recipe.name
-        yield TensorBoardLog(folder, run.step)
+        yield stack.enter_context(closing(TensorBoardLog(folder, run.step)))
     if log.wandb is not None:
         from trainer.training.wandb_log import ID_FILE, WandbLog
 
         run.place.restore_file(ID_FILE)
         config = run.recipe.model_dump(mode="json", exclude={"cluster", "log"})
-        yield WandbLog(run.folder, log.wandb, name=run.recipe.name, config=config, step=run.step, logged=logged)
-        run.place.store_file(ID_FILE)
+        wandb_log = WandbLog(
+            run.folder, log.wandb, name=run.recipe.name, config=config, step=run.step, logged=logged, warn=warn
+        )
+        stack.push(lambda kind, *_: wandb_log.close(has_failed=kind is not None))
+        write_run_file(run, ID_FILE, f"{wandb_log.run_id}\n")
+        yield wandb_log

@@ -118,6 +118,7 @@ def _end_process(end: JobEnd, ui: Ui, has_saved_step: Callable[[], bool], *, hin
     timer = threading.Timer(PRINT_S, os._exit, (FAILED,))  # the file system or a full pipe may not respond
     timer.daemon = True
     timer.start()
+    ui.leave_live_block()
     os._exit(ui.finish(Report(error=_job_error(end, has_saved_step, hint=hint))))
 
 

@@ -72,6 +72,16 @@ def format_rate(bytes_per_s: float) -> str:
     return f"{value:.{1 if value < 99.95 else 0}f} {unit}/s"
 
 
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number with a fixed number of digits, or `not finite` for None."""
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def format_token_rate(tokens_per_s: float) -> str:
+    """Format as `41.2k tok/s` or `870 tok/s`."""
+    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+
+
 def format_duration(seconds: float) -> str:
     """Format as `4.3 s`, `2 min 13 s` or `3 h 05 min`."""
     if seconds < 99.95:

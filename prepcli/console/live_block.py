@@ -1,4 +1,4 @@
-"""Lines at the end of a terminal that are redrawn in place, below the text that is printed meanwhile."""
+"""Lines at the end of a terminal, redrawn in place below the text printed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Line = Sequence[Segment]
 
 
 class LiveBlock:
-    """Lines that are redrawn in place; the last ones stay on the screen.
+    """Lines redrawn in place; the last ones stay on the screen.
 
     Attributes:
         stream: Stream for text to print above the lines.
@@ -36,7 +36,8 @@ class LiveBlock:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self.stream = cast(TextIO, _TextAbove(self, stream))
+        self._text_above = _TextAbove(self, stream)
+        self.stream = cast(TextIO, self._text_above)
         self._live.start()
 
     @property
@@ -57,7 +58,9 @@ class LiveBlock:
         from rich.console import ConsoleDimensions
 
         with contextlib.suppress(OSError, ValueError):  # not a terminal
-            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._terminal.fileno()))
+            columns, lines = os.get_terminal_size(self._terminal.fileno())
+            if columns and lines:  # terminals of some containers and serial lines have no size
+                self._console.size = ConsoleDimensions(columns, lines)
 
     def print_above(self, text: str) -> None:
         """Print whole lines above; their escape sequences of colours are kept."""
@@ -67,6 +70,7 @@ class LiveBlock:
 
     def close(self) -> None:
         """Leave the last lines on the screen, and the cursor below them."""
+        self._text_above.end_line()
         self._live.stop()
 
 
@@ -84,11 +88,16 @@ class _TextAbove(io.TextIOBase):
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        """Print the lines that are complete."""
+        """Print the complete lines."""
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         if lines:
             self._block.print_above("\n".join(lines))
         return len(text)
+
+    def end_line(self) -> None:
+        """End and print the incomplete line, if there is one."""
+        if self._unfinished:
+            self.write("\n")
 
     def isatty(self) -> bool:
         """Return whether the block is on a terminal."""

@@ -6,7 +6,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prepcli.console.formatting import format_bytes, format_bytes_of, format_clock, format_time_left
+from prepcli.console.formatting import (
+    format_bytes,
+    format_bytes_of,
+    format_clock,
+    format_number,
+    format_time_left,
+    format_token_rate,
+)
 from prepcli.console.live_block import Line, Segment
 
 SPARK_LEVELS = "▁▂▃▄▅▆▇█"
@@ -88,16 +95,6 @@ def sparkline(values: Sequence[float | None]) -> str:
     return "".join(" " if value is None else SPARK_LEVELS[round(top * (value - low) / span)] for value in values)
 
 
-def format_number(value: float | None, digits: int = 4) -> str:
-    """Return a number with a fixed number of digits, or `not finite` for None."""
-    return "not finite" if value is None else f"{value:.{digits}f}"
-
-
-def format_token_rate(tokens_per_s: float) -> str:
-    """Format as `41.2k tok/s` or `870 tok/s`."""
-    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
-
-
 def _header(status: RunStatus, width: int) -> Iterator[Line]:
     """Yield the line with the name, the phase and the times, and the line with the bar and the step."""
     times = [format_clock(status.elapsed_s)]
@@ -138,7 +135,7 @@ def _memory_items(status: RunStatus) -> list[Segment]:
         return []
     limit = status.memory_limit_nbytes
     text = format_bytes_of(status.memory_nbytes, limit) if limit else format_bytes(status.memory_nbytes)
-    return [(f"{text} at most per device", "")]
+    return [(f"peak {text} per device", "")]
 
 
 def _row(label: str, items: Sequence[Segment], width: int) -> Line:

@@ -35,6 +35,7 @@ _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one 
 Cell = str | int
 COLUMN_GAP, MIN_CELL_WIDTH = 2, 12  # spaces between columns; minimum width of a shortened text column
 
+SHOW_CURSOR = "\x1b[?25h"
 # Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device
 _SYSTEM_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
@@ -113,12 +114,20 @@ class Ui:
         return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def open_live_block(self) -> LiveBlock | None:
-        """Return lines that are redrawn in place, or None if the output is for a log, or of all processes."""
+        """Return lines redrawn in place, or None if the output is for a log, or of all processes."""
+        return LiveBlock(self.err) if self._can_have_live_block() else None
+
+    def leave_live_block(self) -> None:
+        """Show the cursor, below a live block of another thread, before the process ends without closing the block."""
+        if self._can_have_live_block():
+            self._print_stderr(SHOW_CURSOR)
+
+    def _can_have_live_block(self) -> bool:
         if self.process or self.all_print or self.level <= QUIET:
-            return None
+            return False
         has_blocks = (self.err.encoding or "").lower().startswith("utf")  # bars and sparklines are not ASCII
         is_live = self.progress_mode == "bar" or (self.progress_mode == "auto" and can_redraw(self.err))
-        return LiveBlock(self.err) if is_live and has_blocks else None
+        return is_live and has_blocks
 
     def progress(self) -> Progress:
         """Return the Progress of the chosen mode; a silent one with `--quiet` if the mode is `auto`."""

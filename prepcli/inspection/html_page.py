@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from prepcli.errors import PrepError
+from prepcli.engine.files import io_error
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -38,9 +38,9 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
         f"<style>{STYLE}{style}</style></head>\n<body>\n{elements}\n</body></html>\n"
     )
     try:
-        path.write_text(page, "utf-8")
+        path.write_text(page, "utf-8", errors="replace")  # file names may have bytes that are not UTF-8
     except OSError as error:
-        raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
+        raise io_error(path, error) from error
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

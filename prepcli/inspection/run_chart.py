@@ -14,6 +14,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
 MAX_POINTS = 400
 MAX_DOTS = 80  # curves with more points have no tooltips
 NUM_TICKS = 5
+UNITS = ((1e6, "M"), (1e3, "k"))
+MIN_FIXED, MAX_FIXED = 1e-3, 1e9  # axes of smaller or larger values have exponents
 COLORS = (  # light and dark
     *(("#1d4ed8", "#7aa7ff"), ("#c2410c", "#fb923c"), ("#15803d", "#4ade80")),
     *(("#7e22ce", "#c084fc"), ("#a16207", "#facc15"), ("#0e7490", "#22d3ee")),
@@ -50,25 +52,28 @@ def color_of(number: int) -> str:
     return f"var(--run{number % len(COLORS)})"
 
 
-def run_chart(curves: Sequence[RunCurve], title: str) -> str:
+def run_chart(curves: Sequence[RunCurve], title: str, steps: tuple[float, float] | None = None) -> str:
     """Draw curves over the same steps.
 
     Args:
         curves: Curves with at least one point in all.
-        title: Title for readers of the page that do not see it.
+        title: Accessible title.
+        steps: First and last step of the x axis; None: those of the curves.
 
     Returns:
         An `<svg>` element.
     """
-    steps = [step for curve in curves for step, _ in curve.points]
-    values = [value for curve in curves for _, value in curve.points]
-    across = _Axis(_ticks(min(steps), max(steps), whole=True), (LEFT, WIDTH - RIGHT), (min(steps), max(steps)))
-    y_ticks = _ticks(min(values), max(values))
-    up = _Axis(y_ticks, (HEIGHT - BOTTOM, TOP), (min(*values, y_ticks[0]), max(*values, y_ticks[-1])))
-    parts = [*_grid(across, up), *(part for curve in curves for part in _curve(curve, across, up))]
-    inside = "\n".join(parts)
+    x_values = [step for curve in curves for step, _ in curve.points]
+    y_values = [value for curve in curves for _, value in curve.points]
+    x_range = steps or (min(x_values), max(x_values))
+    x_axis = _Axis(_ticks(*x_range, whole=True), (LEFT, WIDTH - RIGHT), x_range)
+    y_ticks = _ticks(min(y_values), max(y_values))
+    y_axis = _Axis(y_ticks, (HEIGHT - BOTTOM, TOP), (min(*y_values, y_ticks[0]), max(*y_values, y_ticks[-1])))
+    parts = [*_grid(x_axis, y_axis), *(part for curve in curves for part in _curve(curve, x_axis, y_axis))]
+    content = "\n".join(parts)
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>\n{inside}\n</svg>'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escape(title)}</title>\n'
+        f"{content}\n</svg>"
     )
 
 
@@ -88,7 +93,9 @@ class _Axis:
 
 def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     """Return round numbers from the largest at most `low`, or the first above it if they are whole, to `high`."""
-    span = (high - low) or abs(high) or 1.0
+    if whole and low == high:
+        return [low]
+    span = _span(low, high)
     power = 10.0 ** math.floor(math.log10(span / NUM_TICKS))
     size = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= NUM_TICKS)
     size = max(1.0, size) if whole else size
@@ -98,42 +105,46 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     return [number * size for number in range(first, last + 1)]
 
 
-def _grid(across: _Axis, up: _Axis) -> Iterator[str]:
-    digits = _digits(up.ticks)
-    for tick in up.ticks:
-        y = up.position(tick)
+def _span(low: float, high: float) -> float:
+    """Return the range of an axis, at least 1e-5 of its values: labels have room for seven digits."""
+    largest = max(abs(low), abs(high))
+    return max(high - low, largest * 1e-5) if high > low else largest or 1.0
+
+
+def _grid(x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
+    for tick, text in zip(y_axis.ticks, _tick_texts(y_axis.ticks)):
+        y = y_axis.position(tick)
         yield f'<path class="grid" d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}"/>'
-        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick_text(tick, digits)}</text>'
-    for tick in across.ticks:
-        x = across.position(tick)
-        yield f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_tick_text(tick, 0)}</text>'
+        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+    for tick, text in zip(x_axis.ticks, _tick_texts(x_axis.ticks)):
+        x = x_axis.position(tick)
+        yield f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{text}</text>'
 
 
-def _digits(ticks: Sequence[float]) -> int:
-    """Return the digits after the point that tell ticks apart."""
-    size = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    return max(0, -math.floor(math.log10(size) + 1e-9))
+def _tick_texts(ticks: Sequence[float]) -> list[str]:
+    """Return ticks as texts with one unit, and with as many digits as tell them apart."""
+    largest = max(map(abs, ticks))
+    size = ticks[1] - ticks[0] if len(ticks) > 1 else largest or 1.0
+    scale, unit = next(((scale, unit) for scale, unit in UNITS if largest >= 1e4 and scale <= largest), (1.0, ""))
+    if largest and not MIN_FIXED <= largest < MAX_FIXED:
+        digits = max(0, math.floor(math.log10(largest) + 1e-9) - math.floor(math.log10(size) + 1e-9))
+        return [f"{tick:.{digits}e}" for tick in ticks]
+    digits = max(0, -math.floor(math.log10(size / scale) + 1e-9))
+    return [f"{tick / scale:.{digits}f}{unit if tick else ''}" for tick in ticks]
 
 
-def _tick_text(tick: float, digits: int) -> str:
-    if abs(tick) >= 1e6:
-        return f"{tick / 1e6:g}M"
-    if abs(tick) >= 1e4:
-        return f"{tick / 1e3:g}k"
-    return f"{tick:.{digits}f}" if digits <= 4 else f"{tick:.2g}"
-
-
-def _curve(curve: RunCurve, across: _Axis, up: _Axis) -> Iterator[str]:
+def _curve(curve: RunCurve, x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
     points = thin_out(curve.points)
     color = color_of(curve.color)
-    line = " ".join(f"{across.position(step):.1f},{up.position(value):.1f}" for step, value in points)
+    line = " ".join(f"{x_axis.position(step):.1f},{y_axis.position(value):.1f}" for step, value in points)
     yield f'<polyline points="{line}" stroke="{color}"/>'
     if len(points) > MAX_DOTS:
         return
     for step, value in points:
         name = escape(f"{curve.name}, step {step:,.0f}: {value:.6g}")
-        place = f'cx="{across.position(step):.1f}" cy="{up.position(value):.1f}"'
-        yield f'<circle {place} r="{4 if len(points) > 1 else 3}" fill="{color}" stroke="{color}" stroke-opacity="0">'
+        position = f'cx="{x_axis.position(step):.1f}" cy="{y_axis.position(value):.1f}"'
+        radius = 4 if len(points) > 1 else 3
+        yield f'<circle {position} r="{radius}" fill="{color}" stroke="{color}" stroke-opacity="0">'
         yield f"<title>{name}</title></circle>"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ENVIRONMENT_FILE = "environment.json"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE})
+MAX_NUMBER = 1e300  # larger integers are not floats, and axes cannot show them
 
 Point = tuple[float, float]
 
@@ -62,16 +65,27 @@ class RunRecord:
     @property
     def steps(self) -> int | None:
         """The step at which the run ends; None if it is not known."""
-        return self.environment.get("steps")
+        steps = self.environment.get("steps")
+        return steps if isinstance(steps, int) and is_number(steps) else None
 
     def points(self, name: str) -> list[Point]:
-        """Return (step, value) of each line with a number of this name."""
-        return [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+        """Return (step, value) of each line with a finite number of this name."""
+        return [(line["step"], line[name]) for line in self.lines if is_number(line.get(name))]
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """Return a table of the environment; empty if it is absent."""
+        table = self.environment.get(name)
+        return table if isinstance(table, dict) else {}
 
     def last(self, name: str) -> float | None:
         """Return the last value of a name; None if there is none."""
         points = self.points(name)
         return points[-1][1] if points else None
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value of a JSON file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def read_run(path: Path) -> RunRecord:
@@ -89,10 +103,10 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(
         str(path),
         title=path.resolve().name,
-        lines=tuple(read_metrics(path / METRICS_FILE)),
+        lines=tuple(line for line in read_metrics(path / METRICS_FILE) if is_number(line["step"])),
         recipe=dict(_flatten(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
-        checkpoints=tuple(SavedStep(step, _folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
+        checkpoints=tuple(SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
     )
 
 
@@ -132,5 +146,11 @@ def _read_environment(path: Path) -> dict[str, Any]:
     return environment if isinstance(environment, dict) else {}
 
 
-def _folder_nbytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def folder_nbytes(folder: Path) -> int:
+    """Return the size of the files of a step; a running job may remove them meanwhile."""
+    nbytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                nbytes += os.stat(os.path.join(parent, name)).st_size
+    return nbytes

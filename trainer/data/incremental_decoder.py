@@ -10,11 +10,11 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of tokenizers that spell unkno
 
 
 class IncrementalDecoder:
-    """Decodes the tokens of one text in pieces, whose concatenation is the text of all tokens.
+    """Decoder of one text token by token; the concatenation of its pieces is the text of all tokens.
 
     A token is decoded together with the tokens of the piece before it: tokenizers strip the first space of a text. Text
-    that later tokens may change is held back: characters without all of their bytes, and tokens of single bytes, which
-    some tokenizers decode as one run.
+    that later tokens may change is held back: characters without all of their bytes, tokens of single bytes, which
+    some tokenizers decode as one run, and spaces at the end without other text, which some tokenizers strip.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class IncrementalDecoder:
         if self._start == len(self._ids) or _BYTE_TOKEN.fullmatch(self._token(self._ids[-1]) or ""):
             return ""
         piece = self._pending()
-        if not piece or piece.endswith(REPLACEMENT):
+        if not piece.strip() or piece.endswith(REPLACEMENT):
             return ""
         self._context_start, self._start = self._start, len(self._ids)
         return piece
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return the held-back text."""
         return self._pending()
 
     def _pending(self) -> str:

@@ -15,6 +15,7 @@ import xxhash
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 FEISTEL_ROUNDS = 8
+MAX_DENOMINATOR = 1_000_000_000  # of a number of epochs: 0.6666666666666667 is two thirds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def steps_for_rows(epochs: float, n_rows: int, batch_size: int) -> int:
 
 def interval_of_rows(epochs: float, n_rows: int, batch_size: int) -> Fraction:
     """Return the steps of `epochs` passes over `n_rows` rows, not rounded; 0.1 is exactly a tenth."""
-    return Fraction(str(epochs)) * n_rows / batch_size
+    exact = Fraction(str(epochs))
+    return (exact.limit_denominator(MAX_DENOMINATOR) or exact) * n_rows / batch_size
 
 
 def permute_epochs(positions: Int64Array, n_rows: int, seed: str | None) -> Int64Array:

@@ -80,15 +80,19 @@ def metric_values(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+LogKey = tuple[int, bool]  # step of a line, and whether the line is of an evaluation
+
+
+def log_key(line: Mapping[str, Any]) -> LogKey:
+    """Return the key of a line, unique within a run."""
+    return line["step"], f"{EVAL_PREFIX}loss" in line
+
+
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line."""
-        ...
-
-    def close(self) -> None:
-        """Wait until all lines are stored."""
         ...
 
 
@@ -102,11 +106,6 @@ class MetricsLogs:
         """Append a line to each log."""
         for log in self.logs:
             log.write(line)
-
-    def close(self) -> None:
-        """Close each log."""
-        for log in self.logs:
-            log.close()
 
 
 class MetricsWriter:
@@ -140,9 +139,6 @@ class MetricsWriter:
                 file.write(f"{_to_json(line)}\n")
         except OSError as error:
             raise PrepError(f"cannot write {self.path}", error.strerror or str(error)) from error
-
-    def close(self) -> None:
-        """Do nothing: every line is written at once."""
 
 
 def _to_json(line: Mapping[str, Any]) -> str:

@@ -29,18 +29,11 @@ class TensorBoardLog:
         Raises:
             PrepError: tensorboard is not installed, or the folder cannot be written.
         """
-        try:
-            event_pb2, summary_pb2 = (
-                import_module(f"tensorboard.compat.proto.{name}_pb2") for name in ("event", "summary")
-            )
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError:
-            what, hint = "`log.tensorboard` needs TensorBoard", "`pip install 'prepcli[tensorboard]'`"
-            raise PrepError(what, "tensorboard is not installed", hint) from None
+        event_pb2, summary_pb2, writer = import_tensorboard()
         self.folder = folder
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         try:
-            self._writer = EventFileWriter(str(folder))
+            self._writer = writer.EventFileWriter(str(folder))
         except OSError as error:
             raise self._error(error) from error
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -64,3 +57,13 @@ class TensorBoardLog:
 
     def _error(self, error: OSError) -> PrepError:
         return PrepError(f"cannot write {self.folder}", error.strerror or str(error))
+
+
+def import_tensorboard() -> list[Any]:
+    """Return TensorBoard's modules of events, summaries and event files; raise PrepError if it is not installed."""
+    names = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.event_file_writer")
+    try:
+        return [import_module(f"tensorboard.{name}") for name in names]
+    except ImportError:
+        what, hint = "`log.tensorboard` needs TensorBoard", "`pip install 'prepcli[tensorboard]'`"
+        raise PrepError(what, "tensorboard is not installed", hint) from None

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from trainer.models.errors import PrepError
-from trainer.training.metrics import metric_values
+from trainer.training.metrics import LogKey, log_key, metric_values
 
 ID_FILE = "wandb-id"
 
 
 class WandbLog:
-    """MetricsLog that continues the W&B run whose id is kept in the run's folder, or starts a new one."""
+    """MetricsLog that continues the W&B run whose id is kept in the run's folder, or starts a new one.
+
+    A failure of W&B after the start is a warning, and ends the log but not the training run.
+
+    Attributes:
+        run_id: Id of the W&B run, for the caller to write to the run's folder.
+    """
 
     def __init__(
-        self, folder: Path, table: Mapping[str, Any], *, name: str, config: Mapping[str, Any], step: int, logged: int
+        self,
+        folder: Path,
+        table: Mapping[str, Any],
+        *,
+        name: str,
+        config: Mapping[str, Any],
+        step: int,
+        logged: Set[LogKey],
+        warn: Callable[[str], None],
     ) -> None:
         """Start or continue the W&B run.
 
@@ -26,21 +40,19 @@ class WandbLog:
             name: Name of the run, unless the table has one.
             config: The recipe, to show beside the metrics.
             step: Start step of the run; at 0 a new W&B run is started.
-            logged: Last step of earlier starts. W&B cannot take back its metrics, which are the same again.
+            logged: Keys of the lines of earlier starts. W&B does not overwrite logged steps.
+            warn: Prints a warning.
 
         Raises:
-            PrepError: wandb is not installed, refuses the run, or the id cannot be read or written.
+            PrepError: wandb is not installed, refuses the run, or the id cannot be read.
         """
-        try:
-            import wandb
-        except ImportError:
-            what, hint = "`log.wandb` needs Weights & Biases", "`pip install 'prepcli[wandb]'`"
-            raise PrepError(what, "wandb is not installed", hint) from None
+        wandb = import_wandb()
         options: dict[str, Any] = {"name": name} | {key: value for key, value in table.items() if key != "offline"}
         run_id = _read_id(folder) if step else ""
-        self._last_logged = logged if run_id else -1
+        self._logged = logged if run_id else frozenset[LogKey]()
+        self._warn, self._errors = warn, (wandb.Error, OSError)
         try:
-            self._run = wandb.init(
+            run = wandb.init(
                 **options,
                 id=run_id or None,
                 resume="allow",
@@ -49,20 +61,48 @@ class WandbLog:
                 config=dict(config),
                 settings=wandb.Settings(silent=True, console="off"),
             )
-        except wandb.Error as error:
+        except self._errors as error:
             raise PrepError(
                 "W&B did not start a run", str(error), "`log.wandb.offline = true`, or `wandb login`"
             ) from error
-        _write_id(folder, self._run.id)
+        self.run_id: str = run.id
+        self._run: Any = run  # None after a failure
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Log the numbers of a line, unless an earlier start of the run has logged its step."""
-        if line["step"] > self._last_logged:
+        """Log the numbers of a line, unless an earlier start of the run has logged them."""
+        if self._run is None or log_key(line) in self._logged:
+            return
+        try:
             self._run.log(metric_values(line), step=line["step"])
+        except self._errors as error:
+            self._drop(error)
 
-    def close(self) -> None:
-        """Wait until W&B has stored everything."""
-        self._run.finish()
+    def close(self, *, has_failed: bool = False) -> None:
+        """Wait until W&B has stored everything.
+
+        Args:
+            has_failed: Whether the training run failed; W&B then shows its run as failed.
+        """
+        if self._run is None:
+            return
+        try:
+            self._run.finish(exit_code=int(has_failed))
+        except self._errors as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        self._run = None
+        self._warn(f"W&B failed and gets no more metrics of this run: {error}")
+
+
+def import_wandb() -> Any:
+    """Return the module `wandb`; raise PrepError if it is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        what, hint = "`log.wandb` needs Weights & Biases", "`pip install 'prepcli[wandb]'`"
+        raise PrepError(what, "wandb is not installed", hint) from None
+    return wandb
 
 
 def _read_id(folder: Path) -> str:
@@ -72,10 +112,3 @@ def _read_id(folder: Path) -> str:
         return ""
     except OSError as error:
         raise PrepError(f"cannot read {folder / ID_FILE}", error.strerror or str(error)) from error
-
-
-def _write_id(folder: Path, run_id: str) -> None:
-    try:
-        (folder / ID_FILE).write_text(f"{run_id}\n")
-    except OSError as error:
-        raise PrepError(f"cannot write {folder / ID_FILE}", error.strerror or str(error)) from error

@@ -163,7 +163,7 @@ def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     for text in ("saved activations", "memory of v5e", "it fits with", "PFLOP", "fsdp 8"):
         assert text in page
     assert plan_json(capsys, "llama-7b.toml", "--html", "no/folder.html", code=FAILED)["error"]["what"] == (
-        "cannot write no/folder.html"
+        "cannot read or write no/folder.html"
     )
 
 

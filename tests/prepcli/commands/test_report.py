@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 
 import prepcli as prep
 from prepcli.cli.main import main
-from prepcli.errors import FAILED, OK, PrepError
+from prepcli.errors import FAILED, OK, PrepError, UsageError
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.inspection.run_record import ENVIRONMENT_FILE
+from prepcli.inspection.run_record import ENVIRONMENT_FILE, folder_nbytes
 from trainer.training.metrics import METRICS_FILE
 
 
@@ -115,6 +116,70 @@ def test_damaged_runs_are_refused(tmp_path: Path, name: str, text: str | None, w
         (run / name).write_text(text)
     with pytest.raises(PrepError, match=what):
         prep.report(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        (METRICS_FILE, '{"step": 31, "loss": "text", "tokens": null, "mfu": NaN, "tokens_per_s": Infinity}'),
+        (METRICS_FILE, '{"step": 31, "loss": [1], "tokens": -Infinity, "eval_loss": {}, "skipped": "x"}'),
+        (METRICS_FILE, f'{{"step": 1{"0" * 400}, "loss": 1{"0" * 400}}}'),
+        (ENVIRONMENT_FILE, '{"steps": "many", "data": 3, "versions": null}'),
+        (ENVIRONMENT_FILE, '{"steps": NaN, "data": {"digest": null}, "versions": {"jax": []}}'),
+        (ENVIRONMENT_FILE, "[]"),
+    ],
+)
+def test_damaged_values_are_missing_ones(tmp_path: Path, name: str, line: str):
+    run = make_run(tmp_path / "run")
+    with (run / name).open("a") as file:
+        file.write(f"{line}\n")
+    (summary,) = prep.report(run).runs
+    assert (summary["loss"], summary["tokens"], summary["steps"], summary["mfu"]) == (5 / 30, 3840, None, None)
+
+
+def test_speed_columns_are_medians(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    lines = [{"step": 31 + n, "mfu": mfu, "tokens_per_s": 256} for n, mfu in enumerate((0.4, 0.5, 0.01))]
+    with (run / METRICS_FILE).open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+    assert prep.report(run).runs[0]["mfu"] == 0.4
+
+
+def test_no_runs_are_refused():
+    with pytest.raises(UsageError, match="no runs"):
+        prep.report([])
+
+
+def test_page_in_an_object_store_is_refused(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"gs://bucket/page\.html"):
+        prep.report(run, "gs://bucket/page.html")
+
+
+def test_folder_names_need_not_be_utf8(tmp_path: Path):
+    run = make_run(tmp_path / "run").rename(tmp_path / os.fsdecode(b"run-\xff"))
+    assert "<h1>run-?</h1>" in prep.report(run).path.read_text("utf-8")
+
+
+def test_page_of_many_runs_has_their_number(tmp_path: Path):
+    report = prep.report([make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)], tmp_path / "x.html")
+    assert report.changed_keys == ("name", "optimizer.lr")
+    assert "<h1>8 runs</h1>" in report.path.read_text()
+
+
+def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, stat = tmp_path / "3", os.stat
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_bytes(b"12345")
+
+    def stat_or_fail(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("/b"):
+            raise FileNotFoundError(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat_or_fail)
+    assert folder_nbytes(folder) == 5
 
 
 def test_missing_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -62,7 +62,7 @@ def test_live_display_shows_the_events_of_a_run():
         "loss    2.5000",
         "lr      1.00e-04  grad norm 0.25",
         "speed   2.0k tok/s  0.50 s/step  MFU 42.0%",
-        "memory  3.00 of 4.00 GiB at most per device",
+        "memory  peak 3.00 of 4.00 GiB per device",
     ]
     display.on_evaluate(EVALUATION)
     display.on_save(20, 1.25)
@@ -72,12 +72,15 @@ def test_live_display_shows_the_events_of_a_run():
     ]
 
 
-@pytest.mark.parametrize(("step", "phase"), [(100, "finished"), (60, "stopped")])
-def test_live_display_leaves_the_final_state(step: int, phase: str):
+@pytest.mark.parametrize(
+    ("step", "has_failed", "phase"),
+    [(100, False, "finished"), (60, False, "stopped"), (100, True, "failed"), (60, True, "failed")],
+)
+def test_live_display_leaves_the_final_state(step: int, has_failed: bool, phase: str):
     display, block, _ = make_display()
     display.on_log({**LOG_LINE, "step": step}, 0.0)
     display.on_phase(f"save {step}")
-    display.close()
+    display.close(has_failed=has_failed)
     *_, last, closed = block.drawings
     assert (last.splitlines()[0].split()[1], closed) == (phase, "closed")
 

@@ -26,8 +26,8 @@ class Terminal:
     descriptor: int
     screen: Screen
 
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    def resize(self, columns: int, lines: int = 24) -> None:
+        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def read(self) -> list[str]:
         """Return the text of the screen."""
@@ -83,6 +83,37 @@ def test_lines_are_cut_at_the_new_width(terminal: Terminal):
     terminal.resize(60)
     block.draw([[("b" * 70, "")]])
     assert (block.width, terminal.read()) == (60, ["b" * 60])
+    block.close()
+
+
+def test_terminal_without_a_size_has_a_block(terminal: Terminal):
+    terminal.resize(0, 0)
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "")]])
+    assert block.width > 0
+    assert terminal.read() == ["step 1"]
+    block.close()
+
+
+def test_incomplete_line_is_printed_at_the_end(terminal: Terminal):
+    block = LiveBlock(terminal.stream)
+    block.draw([[("step 1", "")]])
+    print("warning", end="", file=block.stream)
+    block.close()
+    assert terminal.read() == ["warning", "step 1"]
+
+
+def test_error_of_another_thread_is_below_the_block(terminal: Terminal):
+    ui = Ui("train", err=terminal.stream)
+    block = ui.open_live_block()
+    assert block is not None
+    block.draw([[("step 1", "")]])
+    ui.leave_live_block()
+    print("error: lost", file=terminal.stream, flush=True)
+    written = os.read(terminal.descriptor, 1 << 16).decode()
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    terminal.screen.feed(written)
+    assert terminal.read() == ["step 1", "error: lost"]
     block.close()
 
 

@@ -45,7 +45,7 @@ def test_status_lines_show_every_value():
         "loss    2.6914  █▅ ▁  1 skipped",
         "lr      1.60e-06  grad norm 0.512",
         "speed   41.2k tok/s  0.58 s/step  MFU 45.1%",
-        "memory  61.00 of 80.00 GiB at most per device",
+        "memory  peak 61.00 of 80.00 GiB per device",
         "eval    loss 2.7012  perplexity 14.90  at step 200",
         "saved   step 250 in 1.2 s",
     ]

@@ -24,5 +24,5 @@ def test_html_page_escapes_its_title(tmp_path: Path):
 
 
 def test_html_page_reports_unwritable_files(tmp_path: Path):
-    with pytest.raises(PrepError, match="cannot write"):
+    with pytest.raises(PrepError, match="cannot read or write"):
         write_html_page(tmp_path / "none" / "page.html", "x", [])

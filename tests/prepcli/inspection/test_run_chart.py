@@ -24,7 +24,17 @@ def test_axes_have_round_ticks():
     assert texts_of(svg) == ["2", "3", "4", "5", "6", "100", "200", "300", "400"]
     small = run_chart([RunCurve("a", 0, [(10_000, 1e-5), (50_000, 3e-5)])], "lr")
     assert texts_of(small)[-5:] == ["10k", "20k", "30k", "40k", "50k"]
-    assert texts_of(small)[0] == "1e-05"
+    assert texts_of(small)[:2] == ["1.0e-05", "1.5e-05"]
+
+
+def test_run_of_one_step_has_its_label():
+    assert texts_of(run_chart([RunCurve("a", 0, [(7, 0.0)])], "loss")) == ["0", "7"]
+
+
+def test_steps_set_the_x_axis():
+    svg = run_chart([RunCurve("a", 0, [(7, 2.0), (9, 2.0)])], "loss", (0, 40))
+    assert texts_of(svg) == ["2", "0", "10", "20", "30", "40"]
+    assert f'points="{52 + 356 * 7 / 40:.1f},' in svg
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**7), FINITE), min_size=1, max_size=30))
@@ -37,6 +47,8 @@ def test_curves_stay_inside_of_the_chart(points: list[tuple[int, float]]):
         assert 0 <= y <= HEIGHT
         assert math.isfinite(x + y)
     assert len(texts_of(svg)) <= 20
+    y_labels = re.findall(r'text-anchor="end">(.*?)<', svg)
+    assert len({*y_labels}) == len(y_labels)
 
 
 @pytest.mark.parametrize(("number", "has_dots"), [(MAX_DOTS, True), (MAX_DOTS + 1, False)])

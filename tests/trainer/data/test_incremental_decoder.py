@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trainer.data.codecs import FastCodec
+from trainer.data.codecs import FastCodec, SentencePieceCodec
 from trainer.data.incremental_decoder import IncrementalDecoder
 from trainer.data.tokenizer import TextTokenizer
 
@@ -46,6 +46,18 @@ def unigram() -> Tokenizer:
     return with_special_tokens(models.Unigram([(word, -1.0) for word in words], 0), decoders.Metaspace())
 
 
+def sentencepiece_library() -> SentencePieceCodec:
+    """Return a model of the library `sentencepiece` without byte tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    types = model_pb2.ModelProto.SentencePiece
+    words = (SPACE, f"{SPACE}a", "b", f"{SPACE}{SPACE}", f"{SPACE}{SPACE}c", "\u4e2d")
+    proto = model_pb2.ModelProto()
+    for word, kind in (("<unk>", types.UNKNOWN), ("<s>", types.CONTROL), *((word, types.NORMAL) for word in words)):
+        proto.pieces.add(piece=word, score=-1.0, type=kind)
+    return SentencePieceCodec(sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()))
+
+
 def word_level() -> Tokenizer:
     return with_special_tokens(models.WordLevel({"<unk>": 0, "a": 1, "bc": 2, ".": 3}, "<unk>"), None)
 
@@ -64,7 +76,7 @@ BUILDERS: dict[str, Callable[[], Tokenizer]] = {
 @cache
 def make_tokenizer(kind: str) -> TextTokenizer:
     """Return a tokenizer of a kind."""
-    codec = FastCodec(BUILDERS[kind]())
+    codec = sentencepiece_library() if kind == "sentencepiece_library" else FastCodec(BUILDERS[kind]())
     return TextTokenizer(Path("tokenizer.json"), "", codec.max_id, codec)
 
 
@@ -74,7 +86,7 @@ def decode_in_pieces(tokenizer: TextTokenizer, chunks: list[list[int]], precedin
     return [*map(decoder.push, chunks), decoder.finish()]
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", [*BUILDERS, "sentencepiece_library"])
 @given(data=st.data())
 def test_pieces_add_up_to_the_text_of_all_tokens(kind: str, data: st.DataObject):
     tokenizer = make_tokenizer(kind)
@@ -99,3 +111,11 @@ def test_characters_of_several_bytes_are_never_split(text: str):
 def test_text_arrives_with_its_token():
     tokenizer = make_tokenizer("word_level")
     assert decode_in_pieces(tokenizer, [[1], [2, 3], [1]], [2]) == [" a", " bc .", " a", ""]
+
+
+def test_spaces_before_a_word_are_kept():
+    tokenizer = make_tokenizer("sentencepiece_library")
+    ids = [tokenizer.codec.token_id(token) for token in ("b", SPACE, f"{SPACE}a")]
+    assert decode_in_pieces(tokenizer, [[token_id] for token_id in ids if token_id is not None], []) == [
+        *("b", "", "  a", "")
+    ]

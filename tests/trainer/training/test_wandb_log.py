@@ -23,7 +23,8 @@ class FakeWandb:
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.num_finished = 0
+        self.exit_codes: list[int] = []
+        self.error: Exception | None = None  # of each call of a run
 
     def Settings(self, **values: Any) -> dict[str, Any]:  # noqa: N802
         return values
@@ -34,10 +35,14 @@ class FakeWandb:
         return SimpleNamespace(id=run_id, log=self._log, finish=self._finish)
 
     def _log(self, values: dict[str, float], step: int) -> None:
+        if self.error is not None:
+            raise self.error
         self.logged.append((step, values))
 
-    def _finish(self) -> None:
-        self.num_finished += 1
+    def _finish(self, exit_code: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.exit_codes.append(exit_code)
 
 
 @pytest.fixture
@@ -48,8 +53,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return module
 
 
-def open_log(folder: Path, step: int, logged: int = -1) -> WandbLog:
-    return WandbLog(folder, TABLE, name="run", config={"seed": 3}, step=step, logged=logged)
+def open_log(folder: Path, step: int, logged: int = 0, warnings: list[str] | None = None) -> WandbLog:
+    """Open the log of a run that has logged the lines of training up to a step."""
+    keys = {(number, False) for number in range(1, logged + 1)}
+    warn = [].append if warnings is None else warnings.append
+    log = WandbLog(folder, TABLE, name="run", config={"seed": 3}, step=step, logged=keys, warn=warn)
+    (folder / ID_FILE).write_text(f"{log.run_id}\n")
+    return log
 
 
 def test_new_run_passes_the_table_and_keeps_its_id(wandb: FakeWandb, tmp_path: Path):
@@ -62,7 +72,7 @@ def test_new_run_passes_the_table_and_keeps_its_id(wandb: FakeWandb, tmp_path: P
     assert (arguments["mode"], arguments["id"], arguments["config"]) == ("offline", None, {"seed": 3})
     assert "offline" not in arguments
     assert wandb.logged == [(0, {"eval/loss": 2.0}), (1, {"train/loss": 1.0})]
-    assert (wandb.num_finished, (tmp_path / ID_FILE).read_text()) == (1, "new1\n")
+    assert (wandb.exit_codes, (tmp_path / ID_FILE).read_text()) == ([0], "new1\n")
 
 
 def test_resumed_run_keeps_its_id_and_logs_no_step_twice(wandb: FakeWandb, tmp_path: Path):
@@ -72,6 +82,33 @@ def test_resumed_run_keeps_its_id_and_logs_no_step_twice(wandb: FakeWandb, tmp_p
         log.write({"step": step, "loss": 1.0})
     assert wandb.inits[-1]["id"] == "new1"
     assert [step for step, _ in wandb.logged] == [9, 10]
+
+
+def test_evaluation_is_logged_after_a_kill_at_its_step(wandb: FakeWandb, tmp_path: Path):
+    open_log(tmp_path, 0)
+    log = open_log(tmp_path, 6, logged=8)
+    for step in (7, 8):
+        log.write({"step": step, "loss": 1.0})
+    log.write({"step": 8, "eval_loss": 2.0})
+    assert wandb.logged == [(8, {"eval/loss": 2.0})]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), RuntimeError("refused")])
+def test_failure_of_wandb_is_one_warning(wandb: FakeWandb, tmp_path: Path, error: Exception):
+    warnings: list[str] = []
+    log, wandb.error = open_log(tmp_path, 0, warnings=warnings), error
+    log.write({"step": 1, "loss": 1.0})
+    log.write({"step": 2, "loss": 1.0})
+    log.close()
+    assert warnings == [f"W&B failed and gets no more metrics of this run: {error}"]
+    log = open_log(tmp_path, 0, warnings=warnings)
+    log.close()
+    assert len(warnings) == 2
+
+
+def test_failed_run_has_an_exit_code(wandb: FakeWandb, tmp_path: Path):
+    open_log(tmp_path, 0).close(has_failed=True)
+    assert wandb.exit_codes == [1]
 
 
 def test_run_that_begins_to_use_wandb_logs_from_its_step(wandb: FakeWandb, tmp_path: Path):
