@@ -52,6 +52,7 @@ def test_epoch_interval_counts_rows():
     assert order.epoch_interval(0.5) == Fraction(45, 16)
     assert order.epoch_interval(4e-7) == Fraction(45, 8) * Fraction(4, 10**7)
     assert order.epoch_interval(0.1) == Fraction(45, 80)
+    assert order.epoch_interval(0.6666666666666667) == Fraction(15, 4)
 
 
 def test_loop_saves_and_evaluates_by_epochs(tmp_path: Path):
