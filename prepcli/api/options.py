@@ -12,12 +12,11 @@ from typing import Any, Literal, TypedDict
 from prepcli.api.arguments import NonNegativeInt, PositiveInt
 from prepcli.commands.conversion import CommonOptions
 from prepcli.commands.export import parse_shard_size
-from prepcli.engine.budget import check_memory, parse_memory
+from prepcli.engine.budget import DEFAULT_MEMORY, check_memory, parse_memory
 from prepcli.planning.accounting import MatchOptions
 
 PathLike = str | Path
 Dtype = Literal["float32", "bfloat16", "float16"]
-DEFAULT_MEMORY = "512MiB"
 
 
 class SourceOptions(TypedDict, total=False):

@@ -12,21 +12,20 @@ from prepcli.commands.export import ExportRequest, export
 from prepcli.commands.push import export_and_push
 from prepcli.commands.train_run import Run
 from prepcli.console.ui import Report, Ui, open_ui
-from prepcli.engine.budget import parse_memory
+from prepcli.engine.budget import DEFAULT_MEMORY, parse_memory
 from prepcli.engine.files import io_error
 from prepcli.execution.hub_push import check_push, parse_push_target
 from prepcli.execution.step_exports import StepExports
 from prepcli.remote.retries import retry_policy_from_env
 
 EXPORTS_FOLDER = "exports"  # in the folder of a run
-MEMORY = "512MiB"
 
 
 def export_request(run: Run, step: int) -> ExportRequest:
     """Return the request that exports a step to the run's folder."""
     out = run.folder / EXPORTS_FOLDER / str(step)
     return ExportRequest(
-        CommonOptions(checkpoint=run.place.step_name(step), out=out, memory_nbytes=parse_memory(MEMORY))
+        CommonOptions(checkpoint=run.place.step_name(step), out=out, memory_nbytes=parse_memory(DEFAULT_MEMORY))
     )
 
 

@@ -12,6 +12,7 @@ from prepcli.errors import usage_error
 
 MIB = 1 << 20
 MIN_MEMORY_NBYTES = 32 * MIB
+DEFAULT_MEMORY = "512MiB"
 MAX_SLAB_NBYTES = 32 * MIB  # larger slabs are not faster: their pages must be faulted in first
 MAX_BUFFERS = 8
 MIN_BUFFERS_NBYTES = 12 * MIB  # memory for buffers, besides the reserve and matrices

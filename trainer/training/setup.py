@@ -191,7 +191,7 @@ def build_job(
         eval_at_start=recipe.eval.at_start,
         also_save_every=(recipe.checkpoint.milestones, recipe.checkpoint.export_every),
         saves_best=recipe.checkpoint.best is not None,
-        saved_dtype=recipe.checkpoint.dtype,
+        saved_dtype=None if recipe.checkpoint.dtype == recipe.model.param_dtype else recipe.checkpoint.dtype,
         peak_step_s=peak_step_s(recipe, model, sharding),
     )
 

@@ -114,6 +114,11 @@ def test_parameters_are_saved_in_the_dtype_of_the_recipe(work_dir: Path, capsys:
     assert '`checkpoint.dtype` is "bfloat16"' in lines[0]
 
 
+def test_parameters_in_the_dtype_of_the_state_are_not_cast(work_dir: Path):
+    train("run", "train.steps=3", "checkpoint.dtype=float32")
+    assert "param_cast" not in (read_manifest(Path("run", "3")) or {})
+
+
 def test_rounded_parameters_are_not_resumed(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     settings = (
         "optimizer.type=sgd",
