@@ -55,7 +55,7 @@ COMPUTES = {  # modules that start jax, or list its devices
         f"prepcli.commands.train_{name}"
         for name in (
             *("data", "display", "environment", "exports", "lora", "metrics", "prepare"),
-            *("processes", "report", "result", "run", "start", "together"),
+            *("processes", "report", "result", "run", "samples", "start", "together"),
         )
     ),
     "prepcli.api.compute",

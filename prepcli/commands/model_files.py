@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.sources.source import Source, read_config
@@ -37,11 +39,21 @@ def tokenizer_path(source: Source, option: Path | None, *, purpose: str) -> Path
 
 
 def eos_token_ids(source: Source, vocab: int) -> tuple[int, ...]:
+    """Return the token ids that end a text; see `model_eos_token_ids`."""
+    path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
+    return model_eos_token_ids(source.config, path, vocab)
+
+
+def model_eos_token_ids(config: Mapping[str, Any], generation_config: Path | None, vocab: int) -> tuple[int, ...]:
     """Return the token ids that end a text, from generation_config.json or else config.json.
 
     Ids outside of the vocabulary are left out.
+
+    Args:
+        config: The model's config.json.
+        generation_config: Its generation_config.json; None if it has none.
+        vocab: Vocabulary size.
     """
-    config_path = next((path for path in source.small_files if path.name == GENERATION_CONFIG_FILE), None)
-    eos = (read_config(config_path) if config_path else {}).get("eos_token_id", source.config.get("eos_token_id"))
+    eos = (read_config(generation_config) if generation_config else {}).get("eos_token_id", config.get("eos_token_id"))
     ids = (token_id for token_id in (eos if isinstance(eos, list) else [eos]) if type(token_id) is int)
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab)

@@ -10,7 +10,7 @@ from typing import Any
 from prepcli.console.formatting import format_bytes
 from prepcli.inspection.html_page import write_html_page
 from prepcli.inspection.run_chart import CHART_STYLE, RunCurve, color_of, run_chart
-from prepcli.inspection.run_record import RunRecord
+from prepcli.inspection.run_record import RunRecord, SavedSample
 
 CURVES = {  # metric -> heading
     "loss": "Training loss",
@@ -34,6 +34,8 @@ STYLE = (
 .scroll { overflow-x: auto }
 .scroll td { min-width: 4.5rem }
 .scroll td + td:has(code) { overflow-wrap: anywhere }
+.sample { white-space: pre-wrap; overflow-wrap: anywhere }
+h3.sample { font-weight: normal; font-style: italic }
 tr.changed { background: #f59e0b2e }
 summary { cursor: pointer; padding: .4rem 0 }
 """
@@ -76,6 +78,7 @@ def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> 
     )
     yield "<h2>Curves</h2>"
     yield from _charts(runs, names)
+    yield from _samples_section(runs, names)
     yield from _recipe_section(runs, names)
     yield from _environment_section(runs, names)
     yield "<h2>Checkpoints</h2>"
@@ -99,6 +102,34 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
             svg = run_chart(curves, f"{heading} by step", (min(logged_steps), max(logged_steps)))
             yield f"<section><h3>{heading}</h3>{svg}</section>"
     yield "</div>"
+
+
+def _samples_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
+    """Yield for each prompt the last text of each run, and a folded table of the texts of all steps."""
+    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
+    if prompts:
+        yield "<h2>Samples</h2>"
+    for prompt in prompts:
+        yield f'<h3 class="sample">{escape(prompt)}</h3>'
+        texts = [[sample for sample in run.samples if sample.prompt == prompt] for run in runs]
+        last = [samples[-1:] for samples in texts]
+        yield from _sample_table(last, names)
+        if texts != last:
+            yield f"<details><summary>All {sum(map(len, texts))} texts</summary>"
+            yield from _sample_table(texts, names)
+            yield "</details>"
+
+
+def _sample_table(samples: Sequence[Sequence[SavedSample]], names: Sequence[str]) -> Iterator[str]:
+    """Yield a table of the samples of each run."""
+    yield from _table(
+        ["run", "step", "text"],
+        [
+            [_named(n, names[n]), f"{sample.step:,}", f'<span class="sample">{escape(sample.text)}</span>']
+            for n, run_samples in enumerate(samples)
+            for sample in run_samples
+        ],
+    )
 
 
 def _recipe_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:

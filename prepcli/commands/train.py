@@ -38,6 +38,7 @@ from prepcli.commands.train_processes import JobContext, compare_settings, compa
 from prepcli.commands.train_report import TrainReporter, rounding_text, run_summary_lines
 from prepcli.commands.train_result import dry_run_report, finished_report, stopped_report
 from prepcli.commands.train_run import Run, TrainRequest
+from prepcli.commands.train_samples import open_sample_log
 from prepcli.commands.train_start import StartCheckpoint, check_restart_source, open_last_step, open_model_start
 from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
@@ -291,12 +292,17 @@ def _take_steps(
         reporter.display.on_phase(phase)
         job.enter_phase(phase)
 
-    with open_metrics(run, job.ui.warn) as metrics, remember_signal() as stop_signal:
+    with (
+        open_metrics(run, job.ui.warn) as metrics,
+        open_sample_log(run) as sample_log,
+        remember_signal() as stop_signal,
+    ):
         return Loop(
             run.job,
             state,
             store=store,
             metrics=metrics,
+            sample_log=sample_log,
             callbacks=reporter,
             poll_stop_reason=stop_signal,
             enter_phase=enter_phase,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prepcli.commands.train_run import Run
 from prepcli.console.formatting import format_duration, format_number, format_time_left, format_token_rate
@@ -15,7 +16,11 @@ from prepcli.console.progress import REDRAW_INTERVAL_S
 from prepcli.console.run_status import RunStatus, status_lines
 from prepcli.console.ui import Ui
 
-PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", "save": "saving"}
+if TYPE_CHECKING:
+    from trainer.training.samples import Sample
+
+MAX_SAMPLE_CHARACTERS = 120  # of a prompt or text that is shown on one line
+PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", "save": "saving", "sample": "sampling"}
 
 
 class RunDisplay(Protocol):
@@ -39,6 +44,10 @@ class RunDisplay(Protocol):
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
         """Show the log line of an evaluation."""
+        ...
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the texts generated after a step."""
         ...
 
     def on_save(self, step: int, seconds: float) -> None:
@@ -103,6 +112,11 @@ class LineDisplay:
         """Print `evaluated at step 288: loss 2.6914  perplexity 14.75  tokens 245,760`."""
         self.ui.note(f"evaluated at step {line['step']}: {_evaluation_text(line)}  tokens {line['eval_tokens']:,}")
 
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print `sample of step 288: Once upon a time -> there was a queen`, one line per prompt."""
+        for sample in samples:
+            self.ui.note(f"sample of step {step}: {_sample_text(sample)}")
+
     def on_save(self, step: int, seconds: float) -> None:
         """Print the saved step and the time it took."""
         self.ui.note(f"saved step {step} in {format_duration(seconds)}")
@@ -150,6 +164,11 @@ class LiveDisplay:
         self.status.evaluation = f"{_evaluation_text(line)}  at step {line['step']:,}"
         self.draw()
 
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the first text."""
+        self.status.sample = _sample_text(samples[0])
+        self.draw()
+
     def on_save(self, step: int, seconds: float) -> None:
         """Show the saved step."""
         self.status.save = f"step {step:,} in {format_duration(seconds)}"
@@ -172,3 +191,9 @@ class LiveDisplay:
 def _evaluation_text(line: Mapping[str, Any]) -> str:
     loss, perplexity = format_number(line["eval_loss"]), format_number(line["eval_perplexity"], 2)
     return f"loss {loss}  perplexity {perplexity}"
+
+
+def _sample_text(sample: Sample) -> str:
+    """Return a prompt and its text on one line."""
+    prompt, text = (shorten(text, MAX_SAMPLE_CHARACTERS, placeholder=" …") for text in (sample.prompt, sample.text))
+    return f"{prompt} -> {text}"

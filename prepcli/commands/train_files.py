@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
+from prepcli.errors import PrepError
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.formats.run_steps import RECIPE_FILE
 from trainer.data.store_journal import read_journal
@@ -50,3 +53,15 @@ def write_run_file(run: Run, name: str, text: str) -> None:
     except OSError as error:
         raise io_error(path, error) from error
     run.place.store_file(name)
+
+
+@contextmanager
+def store_at_end(place: RunPlace, name: str) -> Iterator[None]:
+    """Store a file of the run at the end; after another error, ignore errors of the store."""
+    try:
+        yield
+    except BaseException:
+        with suppress(PrepError):
+            place.store_file(name)
+        raise
+    place.store_file(name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prepcli.commands.train_files import write_run_file
+from prepcli.commands.train_files import store_at_end, write_run_file
 from prepcli.commands.train_run import Run
 from prepcli.engine.files import io_error
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import usage_error
 from prepcli.execution.run_place import RunPlace
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
         PrepError: A file cannot be written, or an extra is not installed.
     """
     from trainer.training.metrics import (
+        NO_LOG,
         MetricsLogs,
         MetricsWriter,
         log_key,
@@ -69,7 +70,7 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
 
     index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
     if index >= num_logging:
-        yield MetricsLogs(())
+        yield NO_LOG
         return
     if index == 0 and not run.step:
         remove_other_metrics(run.folder, num_logging)
@@ -83,22 +84,10 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
     with ExitStack() as stack:
         logs: list[MetricsLog] = [MetricsWriter(run.folder / name, run.step)]
         run.place.store_file(name)
-        stack.enter_context(_store_at_end(run.place, name))
+        stack.enter_context(store_at_end(run.place, name))
         if index == 0:
             logs += _open_extra_logs(run, stack, logged=logged, warn=warn)
         yield MetricsLogs(tuple(logs))
-
-
-@contextmanager
-def _store_at_end(place: RunPlace, name: str) -> Iterator[None]:
-    """Store a file of the run at the end; after another error, ignore errors of the store."""
-    try:
-        yield
-    except BaseException:
-        with suppress(PrepError):
-            place.store_file(name)
-        raise
-    place.store_file(name)
 
 
 def _open_extra_logs(

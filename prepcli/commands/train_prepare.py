@@ -13,6 +13,7 @@ from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.commands.train_run import Run, TrainRequest
+from prepcli.commands.train_samples import build_sampler
 from prepcli.commands.train_start import StartCheckpoint
 from prepcli.console.ui import Ui
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
@@ -77,6 +78,7 @@ def prepare_run(
         is_dry_run=request.dry_run,
         force=request.force,
     )
+    sampler = build_sampler(recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding)
     folders = _token_folders(start, place, scratch_dir)
     progress = tokenize_progress(ui)
     datasets = build_datasets(
@@ -100,6 +102,7 @@ def prepare_run(
         token_functions=request.token_functions,
         stop_after=request.stop_after,
         frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
+        sampler=sampler,
     )
     run = Run(
         loaded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_display import RunDisplay
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ModelSpec
     from trainer.recipe import Recipe
     from trainer.training.loop import Job
+    from trainer.training.samples import Sample
 
 
 def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoice) -> Iterator[str]:
@@ -132,6 +133,13 @@ class TrainReporter:
         """Show an evaluation, and keep its values."""
         self.fields |= {key: line[key] for key in ("eval_loss", "eval_perplexity", "eval_tokens")}
         self.display.on_evaluate(line)
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show the texts generated after a step, and keep them."""
+        from trainer.training.log_lines import sample_lines
+
+        self.fields["samples"] = list(sample_lines(step, samples))
+        self.display.on_samples(step, samples)
 
     def on_save(self, step: int, seconds: float) -> None:
         """Show a saved step."""

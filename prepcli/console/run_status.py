@@ -43,6 +43,7 @@ class RunStatus:
         memory_nbytes: Highest memory in use on a device.
         memory_limit_nbytes: Memory of a device.
         evaluation: The last evaluation.
+        sample: A prompt and the text generated for it last.
         save: The last saved step.
         skipped: Number of skipped steps.
     """
@@ -62,6 +63,7 @@ class RunStatus:
     memory_nbytes: int | None = None
     memory_limit_nbytes: int | None = None
     evaluation: str = ""
+    sample: str = ""
     save: str = ""
     skipped: int = 0
 
@@ -79,6 +81,7 @@ def status_lines(status: RunStatus, width: int) -> list[Line]:
         ("speed", _speed_items(status)),
         ("memory", _memory_items(status)),
         ("eval", [(status.evaluation, "")]),
+        ("sample", [(status.sample, "")]),
         ("saved", [(status.save, "")]),
     )
     shown = [(label, [item for item in items if item[0]]) for label, items in rows]

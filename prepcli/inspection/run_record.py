@@ -1,4 +1,4 @@
-"""The record of a training run in its folder: metrics, recipe, environment and checkpoints."""
+"""The record of a training run in its folder: metrics, samples, recipe, environment and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trainer.recipe.formatting import to_toml
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ENVIRONMENT_FILE = "environment.json"
-RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, ENVIRONMENT_FILE})
+SAMPLES_FILE = "samples.jsonl"
+RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
 MAX_NUMBER = 1e300  # larger integers are not floats, and axes cannot show them
 
 Point = tuple[float, float]
@@ -37,6 +38,15 @@ class SavedStep:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedSample:
+    """A text that a run generated after a step from a prompt of its recipe."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run as its files describe it.
 
@@ -47,6 +57,7 @@ class RunRecord:
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
+        samples: Texts that it generated, in the order of steps.
     """
 
     name: str
@@ -55,6 +66,7 @@ class RunRecord:
     recipe: Mapping[str, str]
     environment: Mapping[str, Any]
     checkpoints: tuple[SavedStep, ...]
+    samples: tuple[SavedSample, ...] = ()
 
     @property
     def last_step(self) -> int:
@@ -107,7 +119,16 @@ def read_run(path: Path) -> RunRecord:
         recipe=dict(_flatten(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
         checkpoints=tuple(SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
+        samples=tuple(_read_samples(path / SAMPLES_FILE)),
     )
+
+
+def _read_samples(path: Path) -> Iterator[SavedSample]:
+    """Yield the samples of a file; lines without a prompt and a text are skipped."""
+    for line in read_metrics(path):
+        prompt, text = line.get("prompt"), line.get("text")
+        if isinstance(prompt, str) and isinstance(text, str):
+            yield SavedSample(line["step"], prompt, text)
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:

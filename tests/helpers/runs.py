@@ -31,6 +31,7 @@ from trainer.training.optimizers.lr_schedule import LRSchedule
 from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.weight_decay import WeightDecay
 from trainer.training.param_rounding import round_params
+from trainer.training.samples import Sample
 from trainer.training.step import StepSetup, TrainState, init_train_state, leaf_name, state_shapes
 
 VOCAB, PADDED, LENGTH, N_BLOCKS = 131, 136, 16, 50
@@ -186,6 +187,7 @@ class RecordingCallbacks:
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finished_steps: list[int] = field(default_factory=list)
+    samples: list[tuple[int, list[Sample]]] = field(default_factory=list)
 
     def on_compile(self, seconds: float) -> None:
         assert seconds > 0
@@ -198,6 +200,9 @@ class RecordingCallbacks:
 
     def on_evaluate(self, line: Mapping[str, Any]) -> None:
         self.evaluations.append(line)
+
+    def on_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        self.samples.append((step, list(samples)))
 
     def on_save(self, step: int, seconds: float) -> None:
         self.steps.append(step)

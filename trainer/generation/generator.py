@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,6 +81,12 @@ class Generator:
         self._encode_sources = _CompiledFunction(encode)
         self._prefill = _CompiledFunction(partial(decode.prefill, **options), static_argnames="count")
         self._decode_loop = _CompiledFunction(partial(decode.decode_loop, **options), donate_argnums=1)
+
+    def with_params(self, params: Tree) -> Generator:
+        """Return a generator with other parameters and the same compiled functions."""
+        generator = copy(self)
+        generator.params = decode.cast_for_inference(params, self.model, forward_config=self.forward_config)
+        return generator
 
     @property
     def compile_s(self) -> float:

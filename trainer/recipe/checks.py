@@ -20,6 +20,7 @@ from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
 from trainer.recipe.lora_table import Lora
 from trainer.recipe.problems import Problem, problem_if_raised
 from trainer.recipe.resolve import warmup_decay
+from trainer.recipe.run_tables import Log
 from trainer.recipe.save_checks import find_save_problems
 from trainer.recipe.tables import KEY_SCHEMAS, Recipe, keys_of, value_of
 
@@ -47,6 +48,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _batch_problems(recipe)
     yield from _run_length_problems(recipe)
     yield from _evaluation_problems(recipe)
+    yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
@@ -199,6 +201,15 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
             why = "there is no evaluation data: neither `holdout` nor `eval_path` is set"
             what = f"`{key}` is {format_value(value_of(recipe, key))}"
             yield Problem((key,), what, why, "`holdout = 0.05` in [data]")
+
+
+def _sample_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield settings of samples that have no effect without prompts."""
+    log, default = recipe.log, Log()
+    for key in ("sample_every", "sample_tokens"):
+        if log.samples is None and getattr(log, key) != getattr(default, key):
+            why, hint = "there are no prompts: `log.samples` is not set", '`samples = ["Once upon a time"]` in [log]'
+            yield Problem((f"log.{key}",), _key_is(recipe, f"log.{key}"), why, hint)
 
 
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -47,6 +47,14 @@ Patterns = Annotated[
     BeforeValidator(_as_tuple),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
+Prompts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}]}
+    ),
+]
 ActivationNames = Annotated[
     tuple[ActivationName, ...],
     Field(min_length=1),

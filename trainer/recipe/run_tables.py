@@ -14,6 +14,7 @@ from trainer.recipe.key_types import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    Prompts,
     if_absent,
 )
 
@@ -86,7 +87,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics, and where metrics are written besides `metrics.jsonl`."""
+    """The processes that print and write metrics, logs besides `metrics.jsonl`, and texts to generate meanwhile."""
 
     model_config = STRICT
 
@@ -107,6 +108,24 @@ class Log(BaseModel):
         "`notes`, `job_type`, `tags`, and `offline = true`. Needs the extra `wandb`",
         examples=[{"project": "llama", "offline": True}],
         json_schema_extra=if_absent("no W&B run"),
+    )
+    samples: Prompts | None = Field(
+        default=None,
+        description="prompts to generate texts from during the run, with the most likely token at each position; an "
+        "encoder-decoder model reads them with its encoder. They are written to `samples.jsonl` in the run's folder, "
+        "and shown by `prep report`",
+        examples=[["Once upon a time"]],
+        json_schema_extra=if_absent("no texts are generated"),
+    )
+    sample_every: NonNegativeInt = Field(
+        default=0,
+        description="steps between two generations of `samples`, from step 0 on; 0: only after the last step",
+        examples=[500],
+    )
+    sample_tokens: PositiveInt = Field(
+        default=64,
+        description="maximum number of new tokens of each text; fewer are generated if the model has fewer positions",
+        examples=[64],
     )
 
 

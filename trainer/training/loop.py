@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +17,16 @@ from trainer.data.packing import Dataset
 from trainer.distributed.device_memory import peak_memory_nbytes
 from trainer.models.checkpoint_store import CheckpointStore, PendingSave
 from trainer.models.errors import PrepError
+from trainer.training.callbacks import Callbacks
 from trainer.training.checkpoint import host_leaves
 from trainer.training.evaluation import EvalStep, evaluate, jit_eval_step, jit_exact_eval_step
 from trainer.training.feed import batch_shapes, load_batch
 from trainer.training.intervals import Interval, is_due
-from trainer.training.metrics import MetricsLog, StepTimer
+from trainer.training.log_lines import evaluation_line, sample_lines, speed_fields, step_line
+from trainer.training.metrics import NO_LOG, MetricsLog, StepTimer
 from trainer.training.param_casts import count_changed_values
 from trainer.training.profiling import StepProfiler
+from trainer.training.samples import Sampler
 from trainer.training.source_datasets import tokens_by_source
 from trainer.training.step import StepSetup, TrainState
 from trainer.training.step_compilation import jit_train_step
@@ -51,6 +54,8 @@ class Job:
         save_every: Steps between two checkpoints; 0 to save only after the last step.
         also_save_every: Further intervals of checkpoints, such as that of milestones.
         saves_best: Save each step whose evaluation has the lowest loss so far, with the loss in its manifest.
+        sampler: Generates texts from the prompts of the recipe; None without prompts.
+        sample_every: Steps between two samples, from step 0 on; 0 to sample only after the last step.
         saved_dtype: Dtype of the saved parameters; None: that of the state, which resuming needs.
         optimizer_state: Save the optimizer's moments.
         max_skipped: Consecutive skipped steps that end the run.
@@ -78,6 +83,8 @@ class Job:
     also_save_every: tuple[Interval, ...] = ()
     saves_best: bool = False
     saved_dtype: str | None = None
+    sampler: Sampler | None = None
+    sample_every: Interval = 0
 
     @property
     def evaluates_at_start(self) -> bool:
@@ -96,30 +103,6 @@ class Job:
         """Tokens of a training step, source tokens included."""
         columns = self.train.columns
         return self.order.batch_size * sum(columns[name][0] for name in ("tokens", "source") if name in columns)
-
-
-class Callbacks(Protocol):
-    """Progress reports of the loop."""
-
-    def on_compile(self, seconds: float) -> None:
-        """Report the seconds of compiling the step."""
-        ...
-
-    def on_step(self, step: int) -> None:
-        """Report a finished step."""
-        ...
-
-    def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
-        """Report a log line, and an estimate of the remaining seconds."""
-        ...
-
-    def on_evaluate(self, line: Mapping[str, Any]) -> None:
-        """Report the log line of an evaluation."""
-        ...
-
-    def on_save(self, step: int, seconds: float) -> None:
-        """Report a durable checkpoint, its step, and the seconds of saving it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +131,7 @@ class Loop:
         *,
         store: CheckpointStore,
         metrics: MetricsLog,
+        sample_log: MetricsLog = NO_LOG,
         callbacks: Callbacks,
         poll_stop_reason: Callable[[], str],
         enter_phase: Callable[[str], None] = lambda _: None,
@@ -162,6 +146,7 @@ class Loop:
             state: Training state to start from.
             store: Receives the checkpoints.
             metrics: Receives the log lines.
+            sample_log: Receives the lines of samples.
             callbacks: Receives progress reports.
             poll_stop_reason: Called before every step; a non-empty reason stops the run, in all processes.
             enter_phase: Called with the name of each phase, such as `compile`, `step 12` or `save 12`.
@@ -170,7 +155,8 @@ class Loop:
             warn: Called with a message if parameters cannot be cast for a checkpoint.
         """
         self.job, self.state = job, state
-        self.store, self.metrics, self.callbacks = store, metrics, callbacks
+        self.store, self.callbacks = store, callbacks
+        self.metrics, self.sample_log = metrics, sample_log
         self.stop_signals = StopSignals(poll_stop_reason, job.setup.sharding)
         self.enter_phase, self.profiler, self.warn = enter_phase, profiler, warn
         self.best_eval_loss, self.eval_losses = best_eval_loss, dict[int, float]()
@@ -193,6 +179,8 @@ class Loop:
         compiled_step = self._compile_step()
         if self.step == 0 and self.job.evaluates_at_start:
             self._evaluate()
+        if self.step == 0 and self.job.sample_every:
+            self._sample()
         self.timer.resume()
         try:
             reason = self._take_steps(compiled_step)
@@ -201,6 +189,7 @@ class Loop:
                 self.profiler.stop()
         if not reason and self.start_step < self.step == self.job.steps:
             self._evaluate()
+            self._sample()
         self._save()
         self._wait_for_save()
         return RunResult(self.step, reason)
@@ -252,6 +241,8 @@ class Loop:
             return  # `run` evaluates and saves after the last step
         if is_due(self.step, job.eval_every):
             self._evaluate()
+        if is_due(self.step, job.sample_every):
+            self._sample()
         if any(is_due(self.step, every) for every in (job.save_every, *job.also_save_every)) or self._is_best():
             self._save()
 
@@ -275,27 +266,17 @@ class Loop:
                 raise self._divergence_error(step, consecutive_skips)
 
     def _log_step(self, step: int, metrics: Mapping[str, Array]) -> None:
+        job = self.job
         values = {name: float(np.asarray(value)) for name, value in metrics.items()}
-        weight = max(values["weight"], 1e-9)
-        line = {
-            "step": step,
-            "loss": finite_or_none(values["loss"] / weight),
-            "accuracy": finite_or_none(values["correct"] / weight),
-            "grad_norm": finite_or_none(values["grad_norm"]),
-            "lr": values["lr"],
-            "tokens": step * self.job.tokens_per_step,
-            "skipped": int(values["skipped"]),
-        }
-        tokens_per_row = self.job.tokens_per_step // self.job.order.batch_size
-        line |= tokens_by_source(self.job.order, self.job.train, step, tokens_per_row=tokens_per_row)
+        line = step_line(step, values, tokens=step * job.tokens_per_step)
+        tokens_per_row = job.tokens_per_step // job.order.batch_size
+        line |= tokens_by_source(job.order, job.train, step, tokens_per_row=tokens_per_row)
         step_s = self.timer.lap()
-        if step_s:
-            line |= {"seconds": round(step_s, 4), "tokens_per_s": round(self.job.tokens_per_step / step_s, 1)}
-            line |= {} if self.job.peak_step_s is None else {"mfu": round(self.job.peak_step_s / step_s, 4)}
-        memory_nbytes = peak_memory_nbytes(self.job.setup.sharding)
+        line |= speed_fields(step_s, tokens_per_step=job.tokens_per_step, peak_step_s=job.peak_step_s)
+        memory_nbytes = peak_memory_nbytes(job.setup.sharding)
         line |= {} if memory_nbytes is None else {"memory_bytes": memory_nbytes}
         self.metrics.write(line)
-        self.callbacks.on_log(line, step_s * (self.job.steps - step) if step_s else None)
+        self.callbacks.on_log(line, step_s * (job.steps - step) if step_s else None)
 
     def _evaluate(self) -> None:
         """Log the loss over the evaluation rows."""
@@ -313,17 +294,23 @@ class Loop:
             batch_size=job.eval_batch_size,
             limit=job.eval_limit,
         )
-        line = {
-            "step": self.step,
-            "eval_loss": finite_or_none(result.mean_loss),
-            "eval_perplexity": finite_or_none(result.perplexity),
-            "eval_accuracy": finite_or_none(result.accuracy),
-            "eval_tokens": result.num_tokens,
-            **{f"eval_{name}": finite_or_none(value) for name, value in result.metrics.items()},
-        }
+        line = evaluation_line(self.step, result)
         self.eval_losses = {self.step: result.mean_loss}
         self.metrics.write(line)
         self.callbacks.on_evaluate(line)
+        self.timer.resume()
+
+    def _sample(self) -> None:
+        """Generate a text for each prompt of the job, and log it."""
+        if self.job.sampler is None:
+            return
+        self.enter_phase(f"sample {self.step}")
+        self._drain_metrics(0)
+        self.timer.pause()
+        samples = self.job.sampler.generate(self.state["params"])
+        for line in sample_lines(self.step, samples):
+            self.sample_log.write(line)
+        self.callbacks.on_samples(self.step, samples)
         self.timer.resume()
 
     def _save(self) -> None:
@@ -386,11 +373,6 @@ def _jit_eval_step(setup: StepSetup) -> EvalStep:
     if setup.reduction_shards:
         return jit_exact_eval_step(setup.model, setup.forward_config, setup.reduction_shards)
     return jit_eval_step(setup.model, setup.forward_config, setup.metric_fn)
-
-
-def finite_or_none(value: float) -> float | None:
-    """Return the value, or None if it is infinite or NaN, which JSON does not have."""
-    return value if math.isfinite(value) else None
 
 
 @jax.jit

@@ -108,8 +108,11 @@ class MetricsLogs:
             log.write(line)
 
 
+NO_LOG = MetricsLogs(())
+
+
 class MetricsWriter:
-    """Writer that appends lines to a metrics file."""
+    """Writer that appends lines to a file of JSON objects, each with its step."""
 
     def __init__(self, path: Path, step: int) -> None:
         """Open a metrics file to continue after a step.

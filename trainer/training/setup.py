@@ -32,6 +32,7 @@ from trainer.training.intervals import Interval
 from trainer.training.loop import Job
 from trainer.training.loss_scale import LossScale
 from trainer.training.optimizers import build_optimizer
+from trainer.training.samples import Sampler
 from trainer.training.source_datasets import Datasets, make_order
 from trainer.training.step import StepSetup
 from trainer.training.token_functions import NO_TOKEN_FUNCTIONS, TokenFunctions
@@ -131,6 +132,7 @@ def build_job(
     token_functions: TokenFunctions = NO_TOKEN_FUNCTIONS,
     stop_after: int = 0,
     frozen_dtypes: Mapping[str, str] | None = None,
+    sampler: Sampler | None = None,
 ) -> Job:
     """Build the job of a run.
 
@@ -145,6 +147,7 @@ def build_job(
         token_functions: A user's loss and metrics.
         stop_after: Steps after which this process stops; 0 for no limit.
         frozen_dtypes: Dtype of each frozen parameter, by path; None for float32.
+        sampler: Generates texts from the prompts of the recipe.
 
     Raises:
         UsageError: Batch, learning rate schedule and mesh do not fit together, or the run has too many steps.
@@ -193,6 +196,8 @@ def build_job(
         saves_best=recipe.checkpoint.best is not None,
         saved_dtype=None if recipe.checkpoint.dtype == recipe.model.param_dtype else recipe.checkpoint.dtype,
         peak_step_s=peak_step_s(recipe, model, sharding),
+        sampler=sampler,
+        sample_every=recipe.log.sample_every,
     )
 
 

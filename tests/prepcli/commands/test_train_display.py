@@ -13,6 +13,7 @@ from prepcli.commands.train_display import LineDisplay, LiveDisplay
 from prepcli.console.live_block import Line
 from prepcli.console.run_status import RunStatus
 from prepcli.console.ui import Ui
+from trainer.training.samples import Sample
 
 LOG_LINE: dict[str, Any] = {
     "step": 20,
@@ -113,3 +114,16 @@ def test_lines_have_no_escape_sequences():
         "evaluated at step 20: loss 2.0000  perplexity 7.39  tokens 1,000",
         "saved step 20 in 1.2 s",
     ]
+
+
+def test_displays_show_samples_on_one_line():
+    samples = [Sample("Once upon\n a time", "there was\n\na  queen"), Sample("x" * 500, "y")]
+    stream = io.StringIO()
+    LineDisplay(Ui("train", err=stream), 100).on_samples(20, samples)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("sample of step 20: Once upon a time -> there was a queen")
+    assert len(lines) == 2
+    assert len(lines[1]) < 200
+    display, block, _ = make_display()
+    display.on_samples(20, samples)
+    assert block.drawings[-1].splitlines()[-1] == "sample  Once upon a time -> there was a queen"

@@ -14,6 +14,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
+from prepcli.inspection.run_record import SAMPLES_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.recorded_train import VARIABLE, batch_digests, read_records
@@ -75,21 +76,23 @@ def assert_equal_runs(folder: str, expected: str) -> None:
 
 def test_two_processes_train_as_one_does(work_dir: Path):
     """Process 0 alone prints and writes; each process reads the rows of its devices only."""
-    results = run("train", "recipe.toml", "--json", *SHORT, "--set", "mesh=2,4,1", count=2, devices=4, record="two")
+    words = ("--set", "mesh=2,4,1", "--set", "log.samples=w1 w2", "--set", "log.sample_tokens=4")
+    results = run("train", "recipe.toml", "--json", *SHORT, *words, count=2, devices=4, record="two")
     (code, out, err), other = results
     assert (code, other) == (OK, (OK, "", "")), results
     assert json.loads(out)["step"] == 4
     assert "step 4/4" in err
     folder = Path("runs/recipe")
     assert saved_steps(folder) == [2, 4]
-    files = [".lock", "environment.json", METRICS_FILE, "recipe.toml"]
+    files = [".lock", "environment.json", METRICS_FILE, "recipe.toml", SAMPLES_FILE]
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == files
     assert sorted(path.name for path in (folder / "data").iterdir() if path.is_file()) == ["lock"]
-    train("one", "--set", "mesh=2,4,1", count=1, devices=8)
+    train("one", *words, count=1, devices=8)
     Path("runs/recipe").rename("two")
     for index in range(2):
         Path(f"two.{index}.jsonl").rename(f"two-record.{index}.jsonl")
     assert_equal_runs("two", "one")
+    assert Path("two", SAMPLES_FILE).read_text() == Path("one", SAMPLES_FILE).read_text()
     for first, second in zip(*read_records(Path("two-record"))):
         assert (sorted(first["read"]), sorted(second["read"])) == (sorted(first["rows"][:4]), sorted(first["rows"][4:]))
 

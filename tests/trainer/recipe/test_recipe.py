@@ -185,6 +185,7 @@ TEXT_LISTS = (
     "optimizer.freeze",
     "optimizer.decay_exclude",
     "optimizer.decay_include",
+    "log.samples",
 )
 SAVE_KEYS = ("train.eval_every_epochs", "checkpoint.every_epochs", "checkpoint.dtype")  # conflict with default examples
 VALUES_BY_KEY = {
@@ -214,6 +215,7 @@ VALUES_BY_KEY = {
     "train.steps": st.integers(10, 2**30),
     "train.profile": st.fixed_dictionaries({"start": st.integers(1, 99), "steps": st.integers(1, 9)}),
     "log.tensorboard": st.booleans() | PATHS,
+    "log.samples": TEXTS | st.lists(TEXTS, min_size=1, max_size=3),
     "log.wandb": st.fixed_dictionaries(
         {"project": TEXTS}, optional={"entity": TEXTS, "tags": st.lists(TEXTS), "offline": st.booleans()}
     ),
@@ -257,7 +259,7 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
     excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
-    excluded |= {"optimizer.loss_scale", "eval.at_start"}
+    excluded |= {"optimizer.loss_scale", "eval.at_start", "log.sample_every", "log.sample_tokens"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {"checkpoint.best", *SAVE_KEYS}
@@ -287,6 +289,9 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     elif "data.packing" not in values and "data.always_start_with_bos" not in values and draw(st.booleans()):
         values |= {"data.objective": "span_corruption", "data.source_length": 512, "data.seq_length": 114}
         values |= draw(st.fixed_dictionaries({}, optional={"data.noise_density": st.floats(0.1, 0.15)}))
+    if "log.samples" in values:
+        counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
+        values |= draw(st.fixed_dictionaries({}, optional=counts))
     values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}

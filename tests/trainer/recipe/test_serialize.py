@@ -163,6 +163,9 @@ export_every = 0                                # default
 all_workers = false                             # default
 tensorboard = false                             # default
 # wandb: no W&B run                             # default
+# samples: no texts are generated               # default
+sample_every = 0                                # default
+sample_tokens = 64                              # default
 """
 
 

@@ -1,0 +1,151 @@
+"""Texts generated during a run: they are those of `Generator`, and do not change the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from prepcli.testing.tiny_transformers import model_logits
+from tests.helpers import runs
+from tests.helpers.training_folder import write_tokenizer
+from trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from trainer.models.errors import UsageError
+from trainer.nn.initialization import init_params
+from trainer.training.log_lines import sample_lines
+from trainer.training.loop import Loop
+from trainer.training.metrics import MetricsWriter, read_metrics
+from trainer.training.samples import Sampler
+from trainer.training.step import StepSetup
+
+PROMPTS = ("w3 w4 w6", "w90")
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "vocab_size": runs.VOCAB,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> TextTokenizer:
+    write_tokenizer(tmp_path)
+    return load_tokenizer(tmp_path)
+
+
+def make_sampler(tokenizer: TextTokenizer, setup: StepSetup, **changes: Any) -> Sampler:
+    options: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "dtype": "float32",
+        "max_new_tokens": 5,
+        "eos_token_ids": (),
+        "decoder_start_id": None,
+        **changes,
+    }
+    return Sampler(options.pop("prompts"), tokenizer, setup.model, sharding=setup.forward_config.sharding, **options)
+
+
+def most_likely_tokens(setup: StepSetup, params: Any, prompt: list[int], count: int) -> list[int]:
+    """Return new tokens by whole forward passes, without a cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model_logits(setup.model, params, {"tokens": np.array([ids], np.int32)})
+        ids.append(int(np.argmax(logits[0, -1, : runs.VOCAB])))
+    return ids[len(prompt) :]
+
+
+def test_sampler_takes_the_most_likely_tokens(tokenizer: TextTokenizer):
+    setup = runs.make_setup()
+    sampler = make_sampler(tokenizer, setup)
+    for seed in range(2):  # the compiled functions are used with other parameters
+        params = runs.make_state(setup, seed)["params"]
+        samples = sampler.generate(params)
+        assert [sample.prompt for sample in samples] == [*PROMPTS]
+        for sample in samples:
+            expected = most_likely_tokens(setup, params, tokenizer.encode_prompt(sample.prompt), 5)
+            assert sample.text.split() == [f"w{token}" for token in expected]
+
+
+def test_samples_do_not_depend_on_the_mesh(tokenizer: TextTokenizer):
+    texts = set[tuple[Any, ...]]()
+    for mesh in ("", "2,2,2", "1,8,1"):
+        setup = runs.make_setup(mesh=mesh)
+        texts.add(tuple(make_sampler(tokenizer, setup).generate(runs.make_state(setup)["params"])))
+    assert len(texts) == 1
+
+
+def test_sampler_reads_prompts_with_the_encoder(tokenizer: TextTokenizer):
+    setup = runs.make_setup(T5)
+    params = jax.tree.map(jnp.asarray, jax.jit(lambda: init_params(setup.model, 0))())
+    sampler = make_sampler(tokenizer, setup, decoder_start_id=0)
+    texts = [sample.text for sample in sampler.generate(params)]
+    sources = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
+    for text, source in zip(texts, sources, strict=True):
+        ids, batch = [0], {"source": np.array([source]), "present": np.ones((1, len(source)), bool)}
+        for _ in range(5):
+            logits = model_logits(setup.model, params, {"tokens": np.array([ids], np.int32), **batch})
+            ids.append(int(np.argmax(logits[0, -1, : runs.VOCAB])))
+        assert text.split() == [f"w{token}" for token in ids[1:]]
+
+
+def test_sampler_generates_fewer_tokens_than_positions(tokenizer: TextTokenizer):
+    setup = runs.make_setup()  # of 32 positions
+    params = runs.make_state(setup)["params"]
+    (sample,) = make_sampler(tokenizer, setup, prompts=(" ".join(["w1"] * 30),), max_new_tokens=64).generate(params)
+    assert len(sample.text.split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        ("fsdp:4,sp:2", {}, r"`log\.samples` is not supported with sp in `mesh`"),
+        ("", {"prompts": (" ".join(["w1"] * 33),)}, r"a prompt of `log\.samples` has 33 tokens"),
+        ("", {"prompts": (" ",)}, "empty prompt"),
+    ],
+    ids=["sp", "long prompt", "no tokens"],
+)
+def test_impossible_samples_are_refused(tokenizer: TextTokenizer, mesh: str, changes: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=message):
+        make_sampler(tokenizer, runs.make_setup(mesh=mesh), **changes)
+
+
+def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:
+    loop = Loop(
+        runs.make_job(setup, steps=5, **changes),
+        runs.make_state(setup),
+        store=runs.MemoryStore(),
+        metrics=MetricsWriter(log.with_name("metrics.jsonl"), 0),
+        sample_log=MetricsWriter(log, 0),
+        callbacks=runs.RecordingCallbacks(),
+        poll_stop_reason=runs.never_stop,
+    )
+    loop.run()
+    return loop
+
+
+def test_loop_samples_at_its_interval_and_at_the_end(tokenizer: TextTokenizer, tmp_path: Path):
+    setup, log = runs.make_setup(), tmp_path / "samples.jsonl"
+    sampler = make_sampler(tokenizer, setup)
+    loop = run_loop(setup, log, sampler=sampler, sample_every=2)
+    callbacks = loop.callbacks
+    assert isinstance(callbacks, runs.RecordingCallbacks)
+    assert [step for step, _ in callbacks.samples] == [0, 2, 4, 5]
+    assert read_metrics(log) == [line for step, samples in callbacks.samples for line in sample_lines(step, samples)]
+    assert callbacks.samples[-1][1] == sampler.generate(loop.state["params"])
+    assert callbacks.samples[0][1] != callbacks.samples[-1][1]
+
+
+def test_samples_do_not_change_the_run(tokenizer: TextTokenizer, tmp_path: Path):
+    setup, log = runs.make_setup(), tmp_path / "samples.jsonl"
+    sampled = run_loop(setup, log, sampler=make_sampler(tokenizer, setup), sample_every=1)
+    plain = run_loop(setup, log)
+    assert not read_metrics(log)
+    assert runs.state_bytes(sampled.state) == runs.state_bytes(plain.state)

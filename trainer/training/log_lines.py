@@ -1,0 +1,67 @@
+"""The lines of a run's metrics and samples, as JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer.training.evaluation import EvaluationResult
+from trainer.training.samples import Sample
+
+
+def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[str, Any]:
+    """Return the line of a training step.
+
+    Args:
+        step: The step.
+        values: Its metrics: sums of the loss and of correct tokens, their weight, and numbers of the optimizer.
+        tokens: Tokens of all steps so far.
+    """
+    weight = max(values["weight"], 1e-9)
+    return {
+        "step": step,
+        "loss": finite_or_none(values["loss"] / weight),
+        "accuracy": finite_or_none(values["correct"] / weight),
+        "grad_norm": finite_or_none(values["grad_norm"]),
+        "lr": values["lr"],
+        "tokens": tokens,
+        "skipped": int(values["skipped"]),
+    }
+
+
+def speed_fields(step_s: float | None, *, tokens_per_step: int, peak_step_s: float | None) -> dict[str, float]:
+    """Return the entries of a step's line about its speed; none if its duration is not known.
+
+    Args:
+        step_s: Seconds of the step.
+        tokens_per_step: Its tokens.
+        peak_step_s: Seconds of its model operations at the devices' peak; None if it is unknown.
+    """
+    if not step_s:
+        return {}
+    fields = {"seconds": round(step_s, 4), "tokens_per_s": round(tokens_per_step / step_s, 1)}
+    return fields if peak_step_s is None else {**fields, "mfu": round(peak_step_s / step_s, 4)}
+
+
+def evaluation_line(step: int, result: EvaluationResult) -> dict[str, Any]:
+    """Return the line of an evaluation after a step."""
+    return {
+        "step": step,
+        "eval_loss": finite_or_none(result.mean_loss),
+        "eval_perplexity": finite_or_none(result.perplexity),
+        "eval_accuracy": finite_or_none(result.accuracy),
+        "eval_tokens": result.num_tokens,
+        **{f"eval_{name}": finite_or_none(value) for name, value in result.metrics.items()},
+    }
+
+
+def sample_lines(step: int, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    """Yield the line of each text that was generated after a step."""
+    for sample in samples:
+        yield {"step": step, "prompt": sample.prompt, "text": sample.text}
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return the value, or None if it is infinite or NaN, which JSON does not have."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,86 @@
+"""Texts that a run generates from the same prompts with the parameters of different steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.data.tokenizer import TextTokenizer
+from trainer.distributed.sharding import ShardingContext
+from trainer.generation.decode import GenerationConfig
+from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
+from trainer.models.errors import usage_error
+from trainer.models.param_tree import Tree
+from trainer.nn.model_spec import ForwardConfig, ModelSpec
+
+SAMPLES_KEY = "log.samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt and the text that the model generated for it: its continuation, or the target of an encoder-decoder."""
+
+    prompt: str
+    text: str
+
+
+class Sampler:
+    """The prompts of a run, and the compiled functions that generate a text for each of them."""
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        tokenizer: TextTokenizer,
+        model: ModelSpec,
+        *,
+        sharding: ShardingContext,
+        dtype: str,
+        max_new_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        decoder_start_id: int | None,
+    ) -> None:
+        """Encode the prompts, and check that the model can generate from them.
+
+        Args:
+            prompts: The prompts; an encoder-decoder model reads them with its encoder.
+            tokenizer: Tokenizer of the model.
+            model: The model.
+            sharding: Mesh and rules of the run.
+            dtype: Dtype of the computation.
+            max_new_tokens: Maximum number of new tokens; fewer are generated if the model has fewer positions.
+            eos_token_ids: Tokens that end a text.
+            decoder_start_id: First token of the decoder; None for a model without an encoder.
+
+        Raises:
+            UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is unknown to the model.
+        """
+        if sharding.sequence_parallel_size > 1:
+            why = "generation appends one token at a time, so that there are no tokens to split"
+            raise usage_error(f"`{SAMPLES_KEY}` is not supported with sp in `mesh`", why, f"remove `{SAMPLES_KEY}`")
+        self.prompts, self._tokenizer = tuple(prompts), tokenizer
+        ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+        self._has_encoder = decoder_start_id is not None
+        self._ids = [[decoder_start_id] for _ in ids] if decoder_start_id is not None else ids
+        self._sources = ids if self._has_encoder else None
+        num_fitting = max_fitting_new_tokens(self._ids, model)
+        if num_fitting is not None and num_fitting < 1:
+            what = f"a prompt of `{SAMPLES_KEY}` has {max(map(len, ids)):,} tokens"
+            raise usage_error(what, f"the model has {model.arch_config.max_positions:,} positions", "a shorter prompt")
+        generation_config = GenerationConfig(min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids)
+        check_prompts(self._ids, self._sources, model=model, generation_config=generation_config)
+        forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
+        self._generator = Generator({}, model, forward_config=forward_config, generation_config=generation_config)
+
+    def generate(self, params: Tree) -> list[Sample]:
+        """Generate a text for each prompt, with the most likely token at each position.
+
+        In a job of several processes, all of them call it together.
+
+        Args:
+            params: Parameters of the model on the mesh of the run. A copy in the dtype of the computation is held
+                meanwhile, if it is another one.
+        """
+        outputs = self._generator.with_params(params).generate(self._ids, self._sources)
+        prefixes: Sequence[Sequence[int]] = [()] * len(outputs) if self._has_encoder else self._ids
+        texts = (self._tokenizer.decode(ids, prefix) for ids, prefix in zip(outputs, prefixes, strict=True))
+        return [Sample(prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
