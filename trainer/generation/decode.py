@@ -84,13 +84,24 @@ class DecodeState(NamedTuple):
 
 
 def cast_for_inference(params: Tree, model: ModelSpec, *, forward_config: ForwardConfig) -> Tree:
-    """Cast and reshard parameters for decoding; a leaf is copied only if its dtype or its sharding changes."""
-    cast = {}
-    for path, leaf in flatten_tree(params).items():
+    """Cast and reshard parameters for `inference_model`.
+
+    A leaf is copied only if its dtype or its sharding changes, and matrices A of adapters, which are scaled.
+    """
+    cast: dict[str, Array] = {}
+    for path, leaf in transformer.scale_adapters(flatten_tree(params), model).items():
         dtype = jnp.dtype(inference_dtype(path, forward_config.dtype))
         leaf = leaf if leaf.dtype == dtype else leaf.astype(dtype)
         cast[path] = forward_config.sharding.constrain_param(leaf, model.leaves[path])
-    return unflatten_tree(cast)
+    return unflatten_tree(transformer.share_adapters(cast, model))
+
+
+def inference_model(model: ModelSpec) -> ModelSpec:
+    """Return the model of the parameters from `cast_for_inference`, whose adapters are scaled and copied already."""
+    if model.adapters is None:
+        return model
+    shared = {path: model.leaves[owner] for path, owner in model.adapters.shared.items()}
+    return replace(model, leaves={**model.leaves, **shared}, adapters=None)
 
 
 def inference_dtype(path: str, compute_dtype: str) -> str:

@@ -60,21 +60,28 @@ class Generator:
     """
 
     def __init__(
-        self, params: Tree, model: ModelSpec, *, forward_config: ForwardConfig, generation_config: GenerationConfig
+        self,
+        params: Tree | None,
+        model: ModelSpec,
+        *,
+        forward_config: ForwardConfig,
+        generation_config: GenerationConfig,
     ) -> None:
         """Cast the parameters and prepare the compiled functions.
 
         Args:
-            params: Parameters in float32 or in the dtype of the computation.
+            params: Parameters in float32 or in the dtype of the computation; None for a generator that only makes
+                others by `with_params`.
             model: The model.
             forward_config: Execution options.
             generation_config: Options of generation.
         """
         self.model, self.forward_config, self.generation_config = model, forward_config, generation_config
-        self.params = decode.cast_for_inference(params, model, forward_config=forward_config)
-        encode = partial(decode.encode_sources, model=model, forward_config=forward_config)
+        self.params: Tree = {} if params is None else self._cast(params)
+        cast_model = decode.inference_model(model)
+        encode = partial(decode.encode_sources, model=cast_model, forward_config=forward_config)
         options: dict[str, Any] = {
-            "model": model,
+            "model": cast_model,
             "forward_config": forward_config,
             "generation_config": generation_config,
         }
@@ -85,8 +92,12 @@ class Generator:
     def with_params(self, params: Tree) -> Generator:
         """Return a generator with other parameters and the same compiled functions."""
         generator = copy(self)
-        generator.params = decode.cast_for_inference(params, self.model, forward_config=self.forward_config)
+        generator.params = self._cast(params)
         return generator
+
+    def _cast(self, params: Tree) -> Tree:
+        """Cast and reshard parameters for decoding."""
+        return decode.cast_for_inference(params, self.model, forward_config=self.forward_config)
 
     @property
     def compile_s(self) -> float:

@@ -172,16 +172,23 @@ def computed_params(params: Tree, model: ModelSpec, forward_config: ForwardConfi
     The matrices A of adapters are scaled, in float32, and copied to the projections that share them.
     """
     constrain, dtype = forward_config.sharding.constrain_param, forward_config.dtype
-    leaves = flatten_tree(params)
-    if model.adapters is None:
-        shared = {}
-    else:
-        scaling, shared = model.adapters.config.scaling, model.adapters.shared
-        leaves |= {
-            path: leaves[path].astype(jnp.float32) * scaling for path in model.adapters.leaves if path.endswith(LORA_A)
-        }
+    leaves = scale_adapters(flatten_tree(params), model)
     computed = {path: constrain(leaf.astype(dtype), model.leaves[path]) for path, leaf in leaves.items()}
-    return unflatten_tree(computed | {path: computed[owner] for path, owner in shared.items()})
+    return unflatten_tree(share_adapters(computed, model))
+
+
+def scale_adapters(leaves: Mapping[str, Array], model: ModelSpec) -> dict[str, Array]:
+    """Return leaves by path, with the matrices A of adapters scaled in float32."""
+    if model.adapters is None:
+        return {**leaves}
+    scaling, paths = model.adapters.config.scaling, model.adapters.leaves
+    return {**leaves, **{path: leaves[path].astype(jnp.float32) * scaling for path in paths if path.endswith(LORA_A)}}
+
+
+def share_adapters(leaves: Mapping[str, Array], model: ModelSpec) -> dict[str, Array]:
+    """Return leaves by path, with the matrices A of adapters copied to the projections that share them."""
+    shared = {} if model.adapters is None else model.adapters.shared
+    return {**leaves, **{path: leaves[owner] for path, owner in shared.items()}}
 
 
 def run_decoder(

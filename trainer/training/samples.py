@@ -69,7 +69,7 @@ class Sampler:
         generation_config = GenerationConfig(min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids)
         check_prompts(self._ids, self._sources, model=model, generation_config=generation_config)
         forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
-        self._generator = Generator({}, model, forward_config=forward_config, generation_config=generation_config)
+        self._generator = Generator(None, model, forward_config=forward_config, generation_config=generation_config)
 
     def generate(self, params: Tree) -> list[Sample]:
         """Generate a text for each prompt, with the most likely token at each position.

@@ -13,9 +13,11 @@ import pytest
 from prepcli.testing.tiny_transformers import model_logits
 from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer
+from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import UsageError
 from trainer.nn.initialization import init_params
+from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.log_lines import sample_lines
 from trainer.training.loop import Loop
 from trainer.training.metrics import MetricsWriter, read_metrics
@@ -104,17 +106,30 @@ def test_sampler_generates_fewer_tokens_than_positions(tokenizer: TextTokenizer)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changes", "message"),
-    [
-        ("fsdp:4,sp:2", {}, r"`log\.samples` is not supported with sp in `mesh`"),
-        ("", {"prompts": (" ".join(["w1"] * 33),)}, r"a prompt of `log\.samples` has 33 tokens"),
-        ("", {"prompts": (" ",)}, "empty prompt"),
-    ],
-    ids=["sp", "long prompt", "no tokens"],
+    ("prompt", "message"),
+    [(" ".join(["w1"] * 33), r"a prompt of `log\.samples` has 33 tokens"), (" ", "empty prompt")],
+    ids=["long", "no tokens"],
 )
-def test_impossible_samples_are_refused(tokenizer: TextTokenizer, mesh: str, changes: dict[str, Any], message: str):
+def test_impossible_prompts_are_refused(tokenizer: TextTokenizer, prompt: str, message: str):
     with pytest.raises(UsageError, match=message):
-        make_sampler(tokenizer, runs.make_setup(mesh=mesh), **changes)
+        make_sampler(tokenizer, runs.make_setup(), prompts=(prompt,))
+
+
+def test_samples_on_a_mesh_that_splits_tokens_are_refused(tokenizer: TextTokenizer):
+    setup = runs.make_setup(mesh="fsdp:4,sp:2", attention_options=AttentionOptions("blockwise"))
+    with pytest.raises(UsageError, match=r"`log\.samples` is not supported with sp in `mesh`"):
+        make_sampler(tokenizer, setup)
+
+
+def test_samples_are_those_of_the_adapted_model(tokenizer: TextTokenizer):
+    setup = test_lora_step.make_setup()
+    base, trained, _ = test_lora_step.run_steps(setup)
+    sampler = make_sampler(tokenizer, setup)
+    for params in (base["params"], trained["params"]):
+        for sample in sampler.generate(params):
+            expected = most_likely_tokens(setup, params, tokenizer.encode_prompt(sample.prompt), 5)
+            assert sample.text.split() == [f"w{token}" for token in expected]
+    assert sampler.generate(base["params"]) != sampler.generate(trained["params"])
 
 
 def run_loop(setup: StepSetup, log: Path, **changes: Any) -> Loop:
