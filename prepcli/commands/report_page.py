@@ -138,8 +138,11 @@ def _recipe_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
     changed = changed_keys(runs)
     header = ["key", *(_named(n, name) for n, name in enumerate(names))] if len(runs) > 1 else ["key", "value"]
     if len(runs) > 1:
-        yield f"<p>{len(changed)} keys differ.</p>"
-        yield from _table(header, _recipe_rows(runs, changed))
+        count = (
+            "No key differs" if not changed else f"{len(changed)} key{' differs' if len(changed) == 1 else 's differ'}"
+        )
+        yield f"<p>{count}.</p>"
+        yield from _table(header, _recipe_rows(runs, changed)) if changed else ()
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     yield f"<details><summary>All {len(keys)} keys</summary>"
     yield from _table(header, _recipe_rows(runs, keys), highlighted=changed)

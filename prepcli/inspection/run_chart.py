@@ -28,7 +28,7 @@ CHART_STYLE = (
     ".chart text { fill: currentColor; opacity: .75; font-size: 11px }\n"
     ".chart .grid { stroke: #8884; fill: none }\n"
     ".chart polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round }\n"
-    ".chart circle:not(:hover) { fill-opacity: 0 }\n"
+    ".chart circle:not(.single, :hover) { fill-opacity: 0 }\n"
 )
 
 
@@ -143,8 +143,8 @@ def _curve(curve: RunCurve, x_axis: _Axis, y_axis: _Axis) -> Iterator[str]:
     for step, value in points:
         name = escape(f"{curve.name}, step {step:,.0f}: {value:.6g}")
         position = f'cx="{x_axis.position(step):.1f}" cy="{y_axis.position(value):.1f}"'
-        radius = 4 if len(points) > 1 else 3
-        yield f'<circle {position} r="{radius}" fill="{color}" stroke="{color}" stroke-opacity="0">'
+        look = 'r="4"' if len(points) > 1 else 'class="single" r="3"'  # a line of one point is invisible
+        yield f'<circle {position} {look} fill="{color}" stroke="{color}" stroke-opacity="0">'
         yield f"<title>{name}</title></circle>"
 
 

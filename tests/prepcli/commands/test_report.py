@@ -89,6 +89,14 @@ def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys:
     assert rows == ["name", "optimizer.lr"]
 
 
+def test_runs_of_one_recipe_have_no_table_of_differences(tmp_path: Path):
+    runs = [make_run(tmp_path / name / "run") for name in "ab"]
+    page = Page(prep.report(runs, tmp_path / "page.html").path)
+    assert "No key differs." in page.texts
+    first, second = (make_run(tmp_path / name / "run", lr=lr) for name, lr in (("c", 1.0), ("d", 2.0)))
+    assert "1 key differs." in Page(prep.report([first, second], tmp_path / "page.html").path).texts
+
+
 def test_runs_with_one_folder_name_are_shown_by_path(tmp_path: Path):
     paths = [make_run(tmp_path / name / "run") for name in ("a", "b")]
     report = prep.report(paths, tmp_path / "x.html")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prepcli.inspection.run_chart import HEIGHT, MAX_DOTS, WIDTH, RunCurve, run_chart, thin_out
+from prepcli.inspection.run_chart import CHART_STYLE, HEIGHT, MAX_DOTS, WIDTH, RunCurve, run_chart, thin_out
 
 FINITE = st.floats(-1e30, 1e30).filter(lambda value: value == 0 or abs(value) > 1e-30)
 
@@ -29,6 +29,12 @@ def test_axes_have_round_ticks():
 
 def test_run_of_one_step_has_its_label():
     assert texts_of(run_chart([RunCurve("a", 0, [(7, 0.0)])], "loss")) == ["0", "7"]
+
+
+@pytest.mark.parametrize(("points", "is_drawn"), [([(7, 2.0)], True), ([(7, 2.0), (9, 2.5)], False)])
+def test_single_point_is_drawn_as_a_dot(points: list[tuple[int, float]], is_drawn: bool):
+    assert ('class="single"' in run_chart([RunCurve("a", 0, points)], "loss")) == is_drawn
+    assert "circle:not(.single, :hover) { fill-opacity: 0 }" in CHART_STYLE
 
 
 def test_steps_set_the_x_axis():
