@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from prepcli.commands.train_environment import write_environment
 from prepcli.commands.train_exports import (
     check_repository,
     make_missing_exports,
+    missing_note,
     push_last_step,
     remove_exports,
     step_exports,
@@ -136,8 +138,9 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         if request.dry_run:
             return dry_run_report(run)
         if run.step == run.job.steps:
-            make_missing_exports(run, ui)
-            return push_last_step(run, finished_report(run), ui)
+            with note_durable_work(lambda: missing_note(run)):
+                make_missing_exports(run, ui)
+                return push_last_step(run, finished_report(run), ui)
         check_repository(run, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
@@ -150,7 +153,12 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
                 check_base(start.state_reader.manifest, facts)
             job_fields = {**run.job.manifest_fields, **facts}
             run = replace(run, job=replace(run.job, manifest_fields=job_fields))
-    return _run_training(run, state, restart=request.restart, job=job)
+    with (
+        raise_on_signal(),
+        note_durable_work(lambda: kept_note(place)),
+        note_durable_work(lambda: missing_note(run)),
+    ):
+        return _run_training(run, state, restart=request.restart, job=job)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
@@ -292,7 +300,7 @@ def _take_steps(
         job.enter_phase(phase)
 
     with open_metrics(run, job.ui.warn) as metrics, remember_signal() as stop_signal:
-        return Loop(
+        result = Loop(
             run.job,
             state,
             store=store,
@@ -304,6 +312,9 @@ def _take_steps(
             profiler=_profiler(run, job.ui),
             warn=job.ui.warn,
         ).run()
+    if stop_signal() and not result.stop_reason and missing_note(run):
+        signal.raise_signal(signal.Signals[stop_signal()])  # it came too late to stop the steps
+    return result
 
 
 def _best_eval_loss(run: Run, store: RunFolder) -> float:
