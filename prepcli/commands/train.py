@@ -50,6 +50,7 @@ from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.execution.step_exports import StepExports
+from prepcli.formats.run_steps import EVAL_SEQUENCES
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
@@ -318,10 +319,12 @@ def _take_steps(
 
 
 def _best_eval_loss(run: Run, store: RunFolder) -> float:
-    """Return the lowest loss of a saved step, as process 0 sees the run; infinity without one."""
+    """Return the lowest comparable loss of a saved step, as process 0 sees the run; infinity without one."""
     if not run.job.saves_best:
         return math.inf
-    return float(run.group.broadcast("best loss", repr(store.best_eval_loss() if run.group.index == 0 else math.inf)))
+    num_sequences = run.job.manifest_fields.get(EVAL_SEQUENCES)
+    best = store.best_eval_loss(num_sequences) if run.group.index == 0 else math.inf
+    return float(run.group.broadcast("best loss", repr(best)))
 
 
 def _profiler(run: Run, ui: Ui) -> StepProfiler | None:
