@@ -271,9 +271,9 @@ def _new_run_hint(run: Run) -> str:
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
     """Train, and save to the place of the run under its lock."""
     sharding = run.job.setup.forward_config.sharding
-    with open_display(job.ui, run) as (ui, display):
-        reporter, exports = TrainReporter(display), step_exports(run, ui)
-        with _open_store(run, str(sharding.mesh), ui, exports=exports) as store:
+    with open_display(job.ui, run) as display:
+        reporter, exports = TrainReporter(display), step_exports(run, job.ui)
+        with _open_store(run, str(sharding.mesh), job.ui, exports=exports) as store:
             if restart:  # only after all checks, and while the lock keeps other processes out
                 store.clear()
                 remove_exports(run)
@@ -282,7 +282,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             if run.group.index == 0:
                 write_recipe(run)
                 write_environment(run)
-            result = _take_steps(run, state, store, job=replace(job, ui=ui), reporter=reporter)
+            result = _take_steps(run, state, store, job=job, reporter=reporter)
             if exports is not None and result.stop_reason:
                 exports.abandon()
     if result.stop_reason:
