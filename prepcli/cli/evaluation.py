@@ -19,6 +19,7 @@ from prepcli.cli.options import (
     RevisionOption,
     StepOption,
 )
+from prepcli.commands.evaluation_keys import KEYS_TEXT
 from prepcli.console.stdio import library_output_hidden
 from prepcli.console.ui import SLABS
 
@@ -67,7 +68,7 @@ class DataOptions:
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set a recipe key of [data] or [model]; repeatable.", show_default=False
+            "--set", metavar="KEY=VALUE", help=f"Set a recipe key; repeatable. {KEYS_TEXT}.", show_default=False
         ),
     ] = None
     tokenizer: Annotated[

@@ -16,7 +16,9 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE_OR_CHECKPOINT", help="Recipe (.toml), or a folder, alias or hub id.", show_default=False
+            metavar="RECIPE_OR_CHECKPOINT",
+            help="Recipe (.toml, or the name of one of `prep recipes`), or a folder, alias or hub id.",
+            show_default=False,
         ),
     ],
     overrides: Annotated[
@@ -58,10 +60,10 @@ def plan(
     its name selects a published config.
 
     Examples:
-      prep plan recipes/llama-7b-32k.toml --devices v5p
-      prep plan recipes/llama-7b.toml --devices H100:16 --search
-      prep plan recipes/llama-7b-32k.toml --devices v5p --compile
-      prep plan llama-13b --mesh 1,64,4 --html plan.html
+      prep plan llama-7b-32k --devices v5p
+      prep plan recipe.toml --devices H100:16 --search
+      prep plan llama-7b-32k --devices v5p --compile
+      prep plan llama-13b-init --mesh 1,64,4 --html plan.html
     """
     from prepcli.commands.plan import PlanRequest
     from prepcli.commands.plan import plan as run

@@ -10,6 +10,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from prepcli.commands.evaluation_keys import EFFECTIVE_KEYS
 from prepcli.errors import usage_error
 from trainer.models.suggest import did_you_mean
 from trainer.recipe import Recipe
@@ -18,20 +19,6 @@ from trainer.recipe.raw_recipe import RawRecipe
 
 MAX_DEFAULT_LENGTH = 1024
 RECIPE_NAME = Path("prep eval")  # in messages about keys without an option
-EFFECTIVE_KEYS = frozenset(
-    {
-        *(f"model.{key}" for key in ("attention_kernel", "dtype", "head_chunk_size", "k_chunk_size", "q_chunk_size")),
-        *(
-            f"data.{key}"
-            for key in (
-                *("add_bos", "add_eos", "always_start_with_bos", "bad_lines", "cache", "config", "fields"),
-                *("fields_from_example", "format", "ids_dtype", "max_examples", "mean_noise_span_length"),
-                *("noise_density", "objective", "packing", "prepend_text", "revision", "seq_length", "source_length"),
-                *("source_prefix", "split", "subfield_separator", "tokenizer", "type"),
-            )
-        ),
-    }
-)
 SOURCE_NAME = re.compile(r"[\w.-]*")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prepcli.commands.conversion import make_access
 from prepcli.commands.random_start import random_config
-from prepcli.commands.recipes import recipes_folder
+from prepcli.commands.recipes import find_recipe, recipes_folder
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import KEYS_BY_KIND
@@ -66,7 +66,8 @@ def resolve_target(
     """Resolve a recipe, or a checkpoint with the keys of a usual step.
 
     Args:
-        target: A recipe's path or the file name of a shipped recipe, which end in `.toml`; or a checkpoint.
+        target: A recipe: a path that ends in `.toml`, or the name of a shipped recipe with or without `.toml`. Or a
+            checkpoint.
         overrides: `KEY=VALUE` texts of `--set`.
         config: A config.json instead of the checkpoint's.
         default_mesh: Mesh of a checkpoint without a recipe and without a mesh of its own.
@@ -76,8 +77,9 @@ def resolve_target(
     Raises:
         PrepError: The recipe is invalid, or the model is unknown or not supported.
     """
-    if target.endswith(RECIPE_SUFFIX):
-        recipe = load_recipe(_recipe_path(target), overrides).recipe
+    path = _recipe_path(target)
+    if path.suffix == RECIPE_SUFFIX:
+        recipe = load_recipe(path, overrides).recipe
         checkpoint = _read_start(recipe.model, config, offline=offline, ui=ui)
     else:
         checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
@@ -94,10 +96,15 @@ def resolve_target(
 
 
 def _recipe_path(target: str) -> Path:
-    """Return the path of a recipe: a file, or else the shipped recipe with its name."""
-    path = Path(target)
+    """Return the path of a recipe: a file, or else the shipped recipe with this name; the path itself if it is neither.
+
+    Raises:
+        UsageError: The name stands for a shipped recipe and for a file.
+    """
+    path = find_recipe(Path(target))
     shipped = recipes_folder() / path.name
-    return shipped if not path.exists() and shipped.is_file() else path
+    is_shipped = path.suffix == RECIPE_SUFFIX and not path.exists() and shipped.is_file()
+    return shipped if is_shipped else path
 
 
 def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:

@@ -82,7 +82,7 @@ def find_recipe(path: Path) -> Path:
     own = path.with_name(f"{path.name}{SUFFIX}")
     if own.exists():
         why = f"it is the name of a shipped recipe and of the file {own}"
-        hint = f"`prep train {own}`, or `prep recipes copy {path} --out FILE` and `prep train FILE`"
+        hint = f"`{own}`, or a copy of the shipped recipe: `prep recipes copy {path} --out FILE`"
         raise usage_error(f"`{path}` is ambiguous", why, hint)
     return shipped
 

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from prepcli.commands.train_environment import write_environment
 from prepcli.commands.train_exports import (
     check_repository,
     make_missing_exports,
+    missing_note,
     push_last_step,
     remove_exports,
     step_exports,
@@ -49,6 +51,7 @@ from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.run_place import RunPlace
 from prepcli.execution.signals import note_durable_work, raise_on_signal, remember_signal
 from prepcli.execution.step_exports import StepExports
+from prepcli.formats.run_steps import EVAL_SEQUENCES
 from trainer.recipe import LoadedRecipe, load_recipe, schema
 
 if TYPE_CHECKING:
@@ -137,8 +140,9 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         if request.dry_run:
             return dry_run_report(run)
         if run.step == run.job.steps:
-            make_missing_exports(run, ui)
-            return push_last_step(run, finished_report(run), ui)
+            with note_durable_work(lambda: missing_note(run)):
+                make_missing_exports(run, ui)
+                return push_last_step(run, finished_report(run), ui)
         check_repository(run, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
@@ -151,7 +155,12 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
                 check_base(start.state_reader.manifest, facts)
             job_fields = {**run.job.manifest_fields, **facts}
             run = replace(run, job=replace(run.job, manifest_fields=job_fields))
-    return _run_training(run, state, restart=request.restart, job=job)
+    with (
+        raise_on_signal(),
+        note_durable_work(lambda: kept_note(place)),
+        note_durable_work(lambda: missing_note(run)),
+    ):
+        return _run_training(run, state, restart=request.restart, job=job)
 
 
 def _shared_options(request: TrainRequest) -> dict[str, object]:
@@ -263,9 +272,9 @@ def _new_run_hint(run: Run) -> str:
 def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext) -> Report:
     """Train, and save to the place of the run under its lock."""
     sharding = run.job.setup.forward_config.sharding
-    with open_display(job.ui, run) as (ui, display):
-        reporter, exports = TrainReporter(display), step_exports(run, ui)
-        with _open_store(run, str(sharding.mesh), ui, exports=exports) as store:
+    with open_display(job.ui, run) as display:
+        reporter, exports = TrainReporter(display), step_exports(run, job.ui)
+        with _open_store(run, str(sharding.mesh), job.ui, exports=exports) as store:
             if restart:  # only after all checks, and while the lock keeps other processes out
                 store.clear()
                 remove_exports(run)
@@ -274,7 +283,7 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
             if run.group.index == 0:
                 write_recipe(run)
                 write_environment(run)
-            result = _take_steps(run, state, store, job=replace(job, ui=ui), reporter=reporter)
+            result = _take_steps(run, state, store, job=job, reporter=reporter)
             if exports is not None and result.stop_reason:
                 exports.abandon()
     if result.stop_reason:
@@ -297,7 +306,7 @@ def _take_steps(
         open_sample_log(run) as sample_log,
         remember_signal() as stop_signal,
     ):
-        return Loop(
+        result = Loop(
             run.job,
             state,
             store=store,
@@ -310,13 +319,18 @@ def _take_steps(
             profiler=_profiler(run, job.ui),
             warn=job.ui.warn,
         ).run()
+    if stop_signal() and not result.stop_reason and missing_note(run):
+        signal.raise_signal(signal.Signals[stop_signal()])  # it came too late to stop the steps
+    return result
 
 
 def _best_eval_loss(run: Run, store: RunFolder) -> float:
-    """Return the lowest loss of a saved step, as process 0 sees the run; infinity without one."""
+    """Return the lowest comparable loss of a saved step, as process 0 sees the run; infinity without one."""
     if not run.job.saves_best:
         return math.inf
-    return float(run.group.broadcast("best loss", repr(store.best_eval_loss() if run.group.index == 0 else math.inf)))
+    num_sequences = run.job.manifest_fields.get(EVAL_SEQUENCES)
+    best = store.best_eval_loss(num_sequences) if run.group.index == 0 else math.inf
+    return float(run.group.broadcast("best loss", repr(best)))
 
 
 def _profiler(run: Run, ui: Ui) -> StepProfiler | None:

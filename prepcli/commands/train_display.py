@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,25 +55,17 @@ class RunDisplay(Protocol):
 
 
 @contextmanager
-def open_display(ui: Ui, run: Run) -> Iterator[tuple[Ui, RunDisplay]]:
-    """Open the display of a run.
-
-    Args:
-        ui: Output of the command.
-        run: The run.
-
-    Yields:
-        The Ui whose messages do not disturb the display, and the display.
-    """
+def open_display(ui: Ui, run: Run) -> Iterator[RunDisplay]:
+    """Open the display of a run, and close it after the block; messages of the command do not disturb it."""
     block = ui.open_live_block()
     if block is None:
-        yield ui, LineDisplay(ui, run.job.steps)
+        yield LineDisplay(ui, run.job.steps)
         return
     status = RunStatus(run.recipe.name, run.job.steps, run.step, memory_limit_nbytes=run.memory["available"])
     display = LiveDisplay(block, status)
     display.draw()
     try:
-        yield replace(ui, err=block.stream), display
+        yield display
     except BaseException as error:
         display.close(has_failed=isinstance(error, Exception))
         raise

@@ -1,13 +1,15 @@
-"""The machine, the data and the versions of a run, as its folder keeps them for `prep report`."""
+"""The machine, the data and the versions of a run, as its folder and its steps record them."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.env import package_versions
@@ -16,7 +18,12 @@ from prepcli.commands.train_run import Run
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 
 if TYPE_CHECKING:
+    from trainer.distributed.sharding import ShardingContext
     from trainer.models.param_tree import ParamLeaf
+
+ENVIRONMENT = "environment"  # key of a step's manifest: what decides the rounding of sums, besides recipe and mesh
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"  # the number of devices is that of the mesh
+NAMES = {"device": "device", "jax": "jax", "jaxlib": "jaxlib", "xla_flags": "XLA_FLAGS", "cores": "cores"}
 
 
 def write_environment(run: Run) -> None:
@@ -55,3 +62,39 @@ def environment_fields(run: Run) -> dict[str, Any]:
 
 def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves.values())
+
+
+def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
+    """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
+    assert sharding.device_mesh is not None
+    device = sharding.device_mesh.devices.flat[0]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_COUNT_FLAG)]
+    return {
+        "device": device.device_kind,
+        "jax": metadata.version("jax"),
+        "jaxlib": metadata.version("jaxlib"),
+        "xla_flags": " ".join(sorted(flags)),
+        **({"cores": len(os.sched_getaffinity(0))} if device.platform == "cpu" else {}),
+    }
+
+
+def environment_warnings(before: object, now: Mapping[str, Any], *, step: int) -> list[str]:
+    """Return a warning about the differences between two environments; none without a difference.
+
+    Args:
+        before: Environment in the manifest of a step; None in a step of an earlier prep.
+        now: Environment of this process.
+        step: The step.
+    """
+    if not isinstance(before, Mapping):
+        return []
+    changes = [
+        f"{name} {_text(before.get(key))} -> {_text(now.get(key))}"
+        for key, name in NAMES.items()
+        if before.get(key) != now.get(key)
+    ]
+    return [f"results may differ in the last bits: since step {step}, {', '.join(changes)}"] if changes else []
+
+
+def _text(value: object) -> str:
+    return "none" if value in (None, "") else str(value)

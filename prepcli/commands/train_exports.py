@@ -11,6 +11,7 @@ from prepcli.commands.conversion import CommonOptions
 from prepcli.commands.export import ExportRequest, export
 from prepcli.commands.push import export_and_push
 from prepcli.commands.train_run import Run
+from prepcli.console.lists import join_names
 from prepcli.console.ui import Report, Ui, open_ui
 from prepcli.engine.budget import DEFAULT_MEMORY, parse_memory
 from prepcli.engine.files import io_error
@@ -23,10 +24,12 @@ EXPORTS_FOLDER = "exports"  # in the folder of a run
 
 def export_request(run: Run, step: int) -> ExportRequest:
     """Return the request that exports a step to the run's folder."""
-    out = run.folder / EXPORTS_FOLDER / str(step)
-    return ExportRequest(
-        CommonOptions(checkpoint=run.place.step_name(step), out=out, memory_nbytes=parse_memory(DEFAULT_MEMORY))
-    )
+    out, memory_nbytes = _export_folder(run, step), parse_memory(DEFAULT_MEMORY)
+    return ExportRequest(CommonOptions(checkpoint=run.place.step_name(step), out=out, memory_nbytes=memory_nbytes))
+
+
+def _export_folder(run: Run, step: int) -> Path:
+    return run.folder / EXPORTS_FOLDER / str(step)
 
 
 def step_exports(run: Run, ui: Ui) -> StepExports | None:
@@ -49,6 +52,18 @@ def make_missing_exports(run: Run, ui: Ui) -> None:
     if exports is not None:
         exports.start_missing(run.place.steps())
         exports.wait()
+
+
+def missing_note(run: Run) -> str:
+    """Describe the exports and the push that the next start of a run makes after its last step; empty before it."""
+    checkpoint, steps = run.recipe.checkpoint, run.place.known_steps()
+    if run.group.index > 0 or run.job.steps not in steps:
+        return ""
+    due = [step for step in steps if checkpoint.export_every and step % checkpoint.export_every == 0]
+    unexported = [f"step {step}" for step in due if not _export_folder(run, step).exists()]
+    parts = [f"not exported: {join_names(unexported)}"] if unexported else []
+    parts += [f"not pushed to {checkpoint.push}"] if checkpoint.push is not None else []
+    return "; ".join(parts)
 
 
 def remove_exports(run: Run) -> None:

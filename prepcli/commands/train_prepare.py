@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
 from prepcli.commands.train_data import DataFinder
+from prepcli.commands.train_environment import ENVIRONMENT, environment_warnings, rounding_environment
 from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
@@ -98,7 +99,10 @@ def prepare_run(
         kernel=kernel.name,
         datasets=datasets,
         dropout=dropout,
-        manifest_fields={"recipe": recipe_to_toml(recipe, loaded.origins)},
+        manifest_fields={
+            "recipe": recipe_to_toml(recipe, loaded.origins),
+            ENVIRONMENT: rounding_environment(sharding),
+        },
         token_functions=request.token_functions,
         stop_after=request.stop_after,
         frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
@@ -136,6 +140,10 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
     recipe, job, step = run.recipe, run.job, run.step
     if step:
         check_resumable(manifest, job, changed=changed_keys(run.place.recipe_file(), recipe), step=step)
+    if 0 < step < job.steps:
+        before, now = manifest.get(ENVIRONMENT), job.manifest_fields[ENVIRONMENT]
+        for warning in environment_warnings(before, now, step=step):
+            ui.warn(warning)
     for warning in run_warnings(recipe, job, last_step=step):
         ui.warn(warning)
     num_steps = job.steps - step

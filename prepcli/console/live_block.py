@@ -19,7 +19,8 @@ class LiveBlock:
     """Lines redrawn in place; the last ones stay on the screen.
 
     Attributes:
-        stream: Stream for text to print above the lines.
+        stream: Stream for text to print above the lines; threads write whole lines.
+        is_open: Whether the lines are redrawn; later text is printed below them.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -39,6 +40,7 @@ class LiveBlock:
         self._text_above = _TextAbove(self, stream)
         self.stream = cast(TextIO, self._text_above)
         self._live.start()
+        self.is_open = True
 
     @property
     def width(self) -> int:
@@ -71,6 +73,7 @@ class LiveBlock:
     def close(self) -> None:
         """Leave the last lines on the screen, and the cursor below them."""
         self._text_above.end_line()
+        self.is_open = False
         self._live.stop()
 
 

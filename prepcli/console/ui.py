@@ -82,6 +82,7 @@ class Ui:
     warnings: list[str] = field(default_factory=list)  # for the JSON object
     process: int | None = None  # index of this process in a job of several
     all_print: bool = False  # all processes print notes
+    live_blocks: list[LiveBlock] = field(default_factory=list)  # of all Uis of the command; one is open at a time
 
     def for_process(self, process: int | None, *, all_print: bool = False) -> Ui:
         """Return the Ui of a process in a job.
@@ -114,11 +115,20 @@ class Ui:
         return shutil.get_terminal_size().columns if self.out.isatty() else None
 
     def open_live_block(self) -> LiveBlock | None:
-        """Return lines redrawn in place, or None if the output is for a log, or of all processes."""
-        return LiveBlock(self.err) if self._can_have_live_block() else None
+        """Return lines redrawn in place, or None if the output is for a log, or of all processes.
+
+        Until they are closed, messages of every Ui of the command are printed above them, from any thread.
+        """
+        if not self._can_have_live_block():
+            return None
+        block = LiveBlock(self.err)
+        self.live_blocks.append(block)
+        return block
 
     def leave_live_block(self) -> None:
         """Show the cursor, below a live block of another thread, before the process ends without closing the block."""
+        for block in self.live_blocks:
+            block.is_open = False
         if self._can_have_live_block():
             self._print_stderr(SHOW_CURSOR)
 
@@ -204,7 +214,8 @@ class Ui:
         return "\n".join(lines)
 
     def _print_stderr(self, text: str) -> None:
-        print(text, file=self.err, flush=True)
+        stream = next((block.stream for block in self.live_blocks if block.is_open), self.err)
+        print(f"{text}\n", end="", file=stream, flush=True)  # in one piece, since other threads print too
 
     def _colored(self, word: str, colour: int) -> str:
         return f"\x1b[1;{colour}m{word}\x1b[0m" if _supports_color(self.err) else word

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from prepcli.formats.run_steps import lowest_loss, manifest_loss
+from prepcli.formats.run_steps import EvalLoss, best_steps, manifest_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class KeepRule:
     Attributes:
         newest: Number of steps to keep, the newest ones.
         milestones: Keep all multiples of this number; 0 for none.
-        best: Keep the step with the lowest loss in its manifest.
+        best: Keep the step with the lowest loss in its manifest, for each number of evaluated sequences.
     """
 
     newest: int | Literal["all"] = "all"
@@ -30,18 +30,18 @@ class StepLosses:
 
     Attributes:
         read_manifest: Reads the manifest of a step.
-        losses: Losses of the steps read so far; infinite for a step without one.
+        losses: Losses of the steps read so far.
     """
 
     read_manifest: Callable[[int], Mapping[str, Any]]
-    losses: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, EvalLoss] = field(default_factory=dict)
 
-    def best_step(self, steps: Sequence[int]) -> int | None:
-        """Return the step with the lowest loss, the first of equal ones; None if no step has a loss."""
+    def best_steps(self, steps: Sequence[int]) -> dict[int | None, int]:
+        """Return the step with the lowest loss for each number of evaluated sequences; see `run_steps.best_steps`."""
         for step in steps:
             if step not in self.losses:
                 self.losses[step] = manifest_loss(self.read_manifest(step))
-        return lowest_loss({step: self.losses[step] for step in steps})
+        return best_steps({step: self.losses[step] for step in steps})
 
 
 def removable_steps(
@@ -58,5 +58,5 @@ def removable_steps(
     if rule.newest == "all":
         return []
     old = [step for step in steps[: -rule.newest] if not (rule.milestones and step % rule.milestones == 0)]
-    best = losses.best_step(steps) if rule.best and old else None
-    return [step for step in old if step != best and step not in in_use]
+    best = losses.best_steps(steps).values() if rule.best and old else ()
+    return [step for step in old if step not in best and step not in in_use]

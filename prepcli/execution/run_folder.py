@@ -240,10 +240,14 @@ class RunFolder:
         with self._place.open_step(step, verify=False) as reader:
             return reader.manifest
 
-    def best_eval_loss(self) -> float:
-        """Return the lowest loss in the manifest of a step; infinity without one."""
-        best = self._losses.best_step(self.steps())
-        return math.inf if best is None else self._losses.losses[best]
+    def best_eval_loss(self, num_sequences: int | None) -> float:
+        """Return the lowest loss in the manifest of a step; infinity without one.
+
+        Args:
+            num_sequences: Number of sequences of the evaluations to compare.
+        """
+        best = self._losses.best_steps(self.steps()).get(num_sequences)
+        return math.inf if best is None else self._losses.losses[best].value
 
     def _plan(self, step: int, leaves: Mapping[str, HostLeaf], manifest_fields: Mapping[str, Any]) -> Plan:
         """Return the plan of a save; the part that does not depend on the step is made once."""

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM, read_manifest
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
-EVAL_LOSS = "eval_loss"  # key of a step's manifest
+EVAL_LOSS, EVAL_SEQUENCES = "eval_loss", "eval_sequences"  # keys of a step's manifest
 RECIPE_FILE = "recipe.toml"  # of each run
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
@@ -42,21 +43,44 @@ def _is_step(folder: Path) -> bool:
     return (folder / MANIFEST_FILE).is_file() and (folder / STATE_ITEM / METADATA_FILE).is_file()
 
 
+@dataclass(frozen=True, slots=True)
+class EvalLoss:
+    """Loss of a step's evaluation, as its manifest has it.
+
+    Attributes:
+        value: Mean loss of a token; infinite without an evaluation.
+        sequences: Number of sequences of the evaluation; None if it is not recorded.
+    """
+
+    value: float
+    sequences: int | None
+
+
+def manifest_loss(manifest: Mapping[str, Any]) -> EvalLoss:
+    """Return the loss of a step's manifest."""
+    loss, sequences = manifest.get(EVAL_LOSS), manifest.get(EVAL_SEQUENCES)
+    value = float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
+    return EvalLoss(value, sequences if isinstance(sequences, int) else None)
+
+
 def best_step(run: Path) -> int | None:
-    """Return the step of a run whose evaluation has the lowest loss; None if no step has a loss."""
-    return lowest_loss({step: manifest_loss(read_manifest(step_folder(run, step)) or {}) for step in saved_steps(run)})
+    """Return the step of a run with the lowest loss; None if no step has one.
+
+    Losses of different numbers of sequences are not compared: those of the newest evaluated step count.
+    """
+    losses = {step: manifest_loss(read_manifest(step_folder(run, step)) or {}) for step in saved_steps(run)}
+    newest = max((step for step, loss in losses.items() if math.isfinite(loss.value)), default=None)
+    return None if newest is None else best_steps(losses)[losses[newest].sequences]
 
 
-def manifest_loss(manifest: Mapping[str, Any]) -> float:
-    """Return the loss of the evaluation that a step's manifest has; infinity if it has none."""
-    loss = manifest.get(EVAL_LOSS)
-    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else math.inf
-
-
-def lowest_loss(losses: Mapping[int, float]) -> int | None:
-    """Return the step with the lowest loss, the first of equal ones; None if all are infinite."""
-    best = min(losses, key=lambda step: (losses[step], step), default=None)
-    return None if best is None or losses[best] == math.inf else best
+def best_steps(losses: Mapping[int, EvalLoss]) -> dict[int | None, int]:
+    """Return the step with the lowest loss, the first of equal ones, for each number of evaluated sequences."""
+    best: dict[int | None, int] = {}
+    for step, loss in sorted(losses.items()):
+        lowest = losses[best[loss.sequences]].value if loss.sequences in best else math.inf
+        if loss.value < lowest:
+            best[loss.sequences] = step
+    return best
 
 
 def listed_steps(paths: Iterable[str]) -> list[int]:

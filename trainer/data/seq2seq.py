@@ -70,6 +70,12 @@ class Seq2SeqDataset:
                 batch["weights"][i, : len(target)] = self._target_weights(row, len(target))
         return batch
 
+    def target_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """Return the tokens with loss of a pair's target, of which a batch has the first `seq_length`."""
+        low, high = self._document_span(2 * (self.first_row + row) + 1)
+        ids = np.array(self.tokens.ids[low:high], np.int32)
+        return ids if self.tokens.weights is None else ids[self.tokens.weights[low:high] > 0]
+
     def _truncated_ids(self, document: int, max_length: int) -> npt.NDArray[np.int32]:
         """Return the ids of a document; a longer one is cut to `max_length` and ends with `eos_id`."""
         low, high = self._document_span(document)

@@ -189,6 +189,7 @@ def build_job(
             "data": datasets.identity,
             "batch_size": shape.size,
             "rate": setup.optimizer.lr_schedule.manifest_fields(),
+            **_evaluation_fields(recipe, datasets),
         },
         stop_after=stop_after,
         eval_at_start=recipe.eval.at_start,
@@ -199,6 +200,14 @@ def build_job(
         sampler=sampler,
         sample_every=recipe.log.sample_every,
     )
+
+
+def _evaluation_fields(recipe: Recipe, datasets: Datasets) -> dict[str, Any]:
+    """Return the manifest entry that tells which losses of saved steps are comparable; the data is fixed in a run."""
+    if recipe.checkpoint.best is None or datasets.evaluation is None:
+        return {}
+    n_rows = datasets.evaluation.n_rows
+    return {"eval_sequences": min(n_rows, recipe.eval.limit or n_rows)}
 
 
 def _interval(steps: int, epochs: float | None, order: RowOrder) -> Interval:

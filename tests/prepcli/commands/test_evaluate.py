@@ -141,22 +141,32 @@ def test_perplexity_equals_that_of_transformers(work_dir: Path, capsys: pytest.C
     assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+def make_pairs(num_tokens: int, num_pairs: int = 4) -> list[dict[str, str]]:
+    """Write a T5 model, and return pairs whose targets are what the model generates for their sources."""
+    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None})  # a text ends only at its limit
+    write_tokenizer(Path("t5"))
+    sources = [f"w{10 + number} w{20 + number} w{30 + number}" for number in range(num_pairs)]
+    targets = prep.generate("t5", sources, max_new_tokens=num_tokens).texts
+    return [{"source": source, "target": str(target)} for source, target in zip(sources, targets)]
+
+
+def write_pairs(pairs: list[dict[str, str]]) -> None:
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
 def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     """The references are the model's own outputs, except for one of four."""
     pytest.importorskip("rouge_score")
     pytest.importorskip("sacrebleu")
     monkeypatch.chdir(tmp_path)
-    make_checkpoint(Path("t5"), FAMILY_CONFIGS["t5"] | {"eos_token_id": None})  # a text ends after six tokens
-    write_tokenizer(Path("t5"))
-    sources = [f"w{10 + number} w{20 + number} w{30 + number}" for number in range(4)]
-    targets = list(prep.generate("t5", sources, max_new_tokens=6).texts)
-    targets[3] = "w1 w1 w1 w1 w1 w1"
-    lines = [json.dumps({"source": source, "target": target}) for source, target in zip(sources, targets)]
-    Path("pairs.jsonl").write_text("\n".join(lines))
+    pairs = make_pairs(num_tokens=6)
+    pairs[3]["target"] = "w1 w1 w1 w1 w1 w1"
+    write_pairs(pairs)
     words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "6")
     metrics = ("--metric", "exact_match", "--metric", "rouge", "--metric", "bleu")
     report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, *metrics, "--batch-size", "3")
     assert report["ok"], report
+    assert not report["warnings"]
     scores = report["sources"]["pairs.jsonl"]
     assert scores["exact_match"] == 0.75
     assert 0.75 <= scores["rouge1"] < 1
@@ -170,6 +180,19 @@ def test_metrics_compare_generated_targets(tmp_path: Path, monkeypatch: pytest.M
         overrides="data.source_length=8",
     )
     assert result.sources["pairs.jsonl"].metrics == {"exact_match": 0.75}
+
+
+def test_metrics_compare_with_whole_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Two of three references are longer than the generated texts, which equal their first tokens."""
+    monkeypatch.chdir(tmp_path)
+    pairs = make_pairs(num_tokens=6, num_pairs=3)
+    pairs[0]["target"] = " ".join(pairs[0]["target"].split()[:4])
+    write_pairs(pairs)
+    words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "4")
+    report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, "--metric", "exact_match")
+    assert report["sources"]["pairs.jsonl"]["exact_match"] == pytest.approx(1 / 3)
+    expected = "2 of 3 references are longer: generated texts end at 4 tokens (`--seq-length`)"
+    assert report["warnings"] == [expected]
 
 
 def test_metrics_of_a_model_without_encoder_are_refused(work_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from prepcli.commands.evaluation_recipe import EFFECTIVE_KEYS, EvalData, evaluation_recipe
+import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.commands.evaluation_keys import EFFECTIVE_KEYS, KEYS_TEXT
+from prepcli.commands.evaluation_recipe import EvalData, evaluation_recipe
 from prepcli.errors import UsageError
 from trainer.recipe import Recipe
 from trainer.recipe.tables import KEY_SCHEMAS
@@ -36,6 +40,15 @@ def test_misspelled_key_gets_a_suggestion():
 def test_effective_keys_exist_and_change_the_recipe():
     assert not EFFECTIVE_KEYS - {*KEY_SCHEMAS}
     assert make_recipe("model.attention_kernel=reference").model.attention_kernel == "reference"
+
+
+def test_help_and_docstring_name_all_effective_keys(capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "--help"]) == 0
+    help_text = " ".join(capsys.readouterr().out.split())
+    docstring = " ".join(cast(str, prep.evaluate.__doc__).split())
+    assert all(key.partition(".")[2] in KEYS_TEXT for key in EFFECTIVE_KEYS)
+    assert KEYS_TEXT in help_text
+    assert KEYS_TEXT in docstring
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,23 @@ def test_shipped_recipes_are_planned_without_checkpoints(name: str, capsys: pyte
     assert any(kind["fits"] for kind in report["kinds"])
 
 
+@pytest.mark.parametrize("name", ["llama-7b-32k", "llama-13b"])
+def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: pytest.CaptureFixture[str]):
+    """The name of a recipe precedes the alias of a model, as in `prep train`."""
+    by_name, by_file = (plan_json(capsys, target) for target in (name, f"{name}.toml"))
+    assert (by_name["mesh"], by_name["tokens"]) == (by_file["mesh"], by_file["tokens"])
+    assert by_name["memory"] == by_file["memory"]
+
+
+def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    Path("llama-7b.toml").write_text(RECIPE)
+    error = plan_json(capsys, "llama-7b", code=USAGE)["error"]
+    assert error["what"] == "`llama-7b` is ambiguous"
+    Path("tiny").rename("llama-7b")
+    assert plan_json(capsys, "llama-7b", "--mesh", "1,2,4")["tokens"] == 2 * 64, "the folder of a checkpoint"
+
+
 @pytest.mark.parametrize(("name", "peak_gb"), [("llama-7b-32k", 6.0), ("llama-13b-32k", 8.6)])
 def test_long_context_recipes_fit_on_v5e(name: str, peak_gb: float, capsys: pytest.CaptureFixture[str]):
     report = plan_json(capsys, f"{name}.toml", "--devices", "v5e")
@@ -73,8 +90,8 @@ def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str
     assert plan_json(capsys, "back")["memory"]["parameters"] < memories[0]["parameters"], "without padding"
 
 
-def test_alias_is_planned_from_its_published_config(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "llama-13b", "--mesh", "1,64,4"]) == OK
+def test_missing_init_is_planned_from_a_published_config(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llama-13b-init", "--mesh", "1,64,4"]) == OK
     out, err = capsys.readouterr()
     assert "13,015,864,320 parameters; mesh dp 1 x fsdp 64 x mp 4 = 256 devices" in out
     assert "shapes from the published config of llama-13b" in err

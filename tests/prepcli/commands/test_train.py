@@ -238,6 +238,20 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     assert saved_steps(work_dir / "runs/recipe") == [1]
 
 
+def test_resume_in_another_environment_is_a_warning(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The flags are changed only in the environment: XLA has read them before the first run."""
+    capsys.readouterr()
+    for _ in range(2):
+        assert train_json(capsys, "--stop-after", "1")[1]["warnings"] == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    _, report = train_json(capsys, "--stop-after", "1")
+    (warning,) = report["warnings"]
+    assert warning.startswith("results may differ in the last bits: since step 2, XLA_FLAGS ")
+    assert warning.endswith(" -> --xla_backend_optimization_level=1")
+
+
 def test_resume_needs_optimizer_state(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--set", "checkpoint.optimizer_state=false")
     assert main(["train", "recipe.toml", "--stop-after", "1", "-q", *words]) == STOPPED

@@ -65,6 +65,20 @@ def test_best_step_and_milestones_outlive_keep(work_dir: Path, capsys: pytest.Ca
     )
 
 
+def test_losses_of_other_numbers_of_sequences_are_not_compared(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    """A run that is resumed with another `eval.limit` keeps the best step of both."""
+    settings = (*BEST, "optimizer.lr=0.3", "optimizer.clip_norm=0")
+    command = ("train", "recipe.toml", "--out", "run", *set_keys("mesh=1,1,8", *settings, "eval.limit=2"))
+    run_failing(capsys, 75, *command, "--stop-after", "5")
+    train("run", *settings)
+    losses = eval_losses("run")
+    first, second = (min(steps, key=lambda step: losses[step]) for steps in ((2, 4), (6, 8, 10, 12)))
+    assert saved_steps(Path("run")) == sorted({first, second, 12})
+    assert best_step(Path("run")) == second
+    numbers = [(read_manifest(Path("run", str(step))) or {})["eval_sequences"] for step in (first, second)]
+    assert numbers[0] == 2 < numbers[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_kills_keep_best_steps_milestones_and_exports(work_dir: Path, seed: int):

@@ -7,6 +7,7 @@ import os
 import pty
 import struct
 import termios
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
@@ -28,6 +29,13 @@ class Terminal:
 
     def resize(self, columns: int, lines: int = 24) -> None:
         fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def read_until(self, end: str) -> str:
+        """Return the bytes up to an end, which may arrive in pieces."""
+        written = ""
+        while not written.endswith(end):
+            written += os.read(self.descriptor, 1 << 16).decode()
+        return written
 
     def read(self) -> list[str]:
         """Return the text of the screen."""
@@ -110,11 +118,28 @@ def test_error_of_another_thread_is_below_the_block(terminal: Terminal):
     block.draw([[("step 1", "")]])
     ui.leave_live_block()
     print("error: lost", file=terminal.stream, flush=True)
-    written = os.read(terminal.descriptor, 1 << 16).decode()
+    written = terminal.read_until("lost\r\n")
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     terminal.screen.feed(written)
     assert terminal.read() == ["step 1", "error: lost"]
     block.close()
+
+
+def test_messages_of_every_ui_of_a_command_are_above_the_block(terminal: Terminal):
+    """A store made before the block prints notes about retried requests in its own thread."""
+    ui = Ui("train", err=terminal.stream)
+    note_of_store = ui.for_process(0).note
+    block = ui.open_live_block()
+    assert block is not None
+    block.draw([[("step 1", "")], [("loss 2", "")]])
+    thread = threading.Thread(target=note_of_store, args=("asking again",))
+    thread.start()
+    thread.join()
+    block.draw([[("step 2", "")], [("loss 1", "")]])
+    assert terminal.read() == ["asking again", "step 2", "loss 1"]
+    block.close()
+    note_of_store("done")
+    assert terminal.read() == ["asking again", "step 2", "loss 1", "done"]
 
 
 def test_ui_opens_a_block_only_on_a_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):

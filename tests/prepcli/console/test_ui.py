@@ -152,6 +152,19 @@ def test_note_respects_the_verbosity(level: int, shown: str) -> None:
     assert streams.err.getvalue() == shown
 
 
+def test_message_is_written_in_one_piece() -> None:
+    """Otherwise the messages of two threads could share a line."""
+    pieces = list[str]()
+
+    class Recorder(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    Ui("train", err=Recorder()).note("saved step 3")
+    assert [piece for piece in pieces if piece] == ["saved step 3\n"]
+
+
 def test_open_ui_applies_the_shared_options() -> None:
     assert open_ui("x", False, quiet=True, verbose=2).level == QUIET
     assert open_ui("x", False, quiet=False, verbose=5).level == SLABS

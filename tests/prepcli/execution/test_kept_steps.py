@@ -49,8 +49,16 @@ def test_manifests_are_read_only_for_the_best_step():
 
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf, "1.0"])
 def test_steps_without_a_finite_loss_are_not_the_best(loss: Any):
-    assert step_losses({1: loss}).best_step([1]) is None
-    assert step_losses({1: loss, 2: 5.0}).best_step([1, 2]) == 2
+    assert step_losses({1: loss}).best_steps([1]) == {}
+    assert step_losses({1: loss, 2: 5.0}).best_steps([1, 2]) == {None: 2}
+
+
+def test_best_step_of_each_number_of_sequences_remains():
+    """Losses of evaluations with another `eval.limit` are not compared."""
+    evaluations = {10: (3.0, 4), 20: (1.0, 4), 30: (2.0, 9), 40: (1.5, 9), 50: (1.5, 9), 60: (None, 9)}
+    losses = StepLosses(lambda step: dict(zip(("eval_loss", "eval_sequences"), evaluations[step], strict=True)))
+    assert removable_steps([*evaluations], KeepRule(1, best=True), losses) == [10, 30, 50]
+    assert losses.best_steps([*evaluations]) == {4: 20, 9: 40}
 
 
 @given(

@@ -1,10 +1,42 @@
-"""Steps in a listing of a run's files."""
+"""Steps of a run: in a listing of its files, and the best one by the losses of manifests."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from prepcli.formats.run_steps import listed_step, listed_steps
+from prepcli.formats.run_steps import best_step, listed_step, listed_steps
+
+MANIFEST = {"format": 1, "kind": "hf", "request": "", "plan": "", "config": {}, "tensors": {}}
+MANIFEST |= {"prefixed": False, "tied": False}
+
+
+def write_run(run: Path, fields_by_step: dict[int, dict[str, Any]]) -> None:
+    for step, fields in fields_by_step.items():
+        (run / str(step) / "state").mkdir(parents=True)
+        (run / str(step) / "state/_METADATA").touch()
+        (run / str(step) / "prep-manifest.json").write_text(json.dumps(MANIFEST | fields))
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "best"),
+    [
+        ({1: (2.0, 4), 2: (1.0, 4), 3: (1.0, 4)}, 2),
+        ({1: (1.0, 4), 2: (2.0, 9), 3: (1.5, 9)}, 3),  # resumed with another `eval.limit`
+        ({1: (1.0, 4), 2: (2.0, 9), 3: (None, 9)}, 2),
+        ({1: (1.0, None), 2: (2.0, None)}, 1),
+        ({1: (None, 4)}, None),
+    ],
+)
+def test_best_step_compares_equal_evaluations(
+    tmp_path: Path, evaluations: dict[int, tuple[float | None, int | None]], best: int | None
+):
+    keys = ("eval_loss", "eval_sequences")
+    write_run(tmp_path, {step: dict(zip(keys, values, strict=True)) for step, values in evaluations.items()})
+    assert best_step(tmp_path) == best
 
 
 def test_listed_steps_have_a_manifest():

@@ -72,6 +72,14 @@ def test_seq2seq_dataset_has_the_weights_of_targets():
     assert batch["weights"].tolist() == [[1, 0], [0, 0], [0, 1]]
 
 
+def test_target_ids_are_whole_and_have_loss():
+    tokens = make_tokens([[3], [6, 7, 8], [4, 5], [8, 9, 2]], 2)
+    dataset = seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END)
+    assert [dataset.target_ids(row).tolist() for row in (0, 1)] == [[6, 7, 8], [8, 9, 2]]
+    weighted = replace(dataset, tokens=replace(tokens, weights=np.array([1, 0, 1, 1, 1, 1, 1, 0, 1], np.uint8)))
+    assert [weighted.target_ids(row).tolist() for row in (0, 1)] == [[7, 8], [8, 2]]
+
+
 def test_split_holdout_takes_last_pairs():
     tokens = make_tokens([[n] for n in range(20)], 3)
     train, evaluation = split_holdout(seq2seq_dataset(tokens, 2, decoder_start_id=START, eos_id=END), 0.2)

@@ -1,0 +1,113 @@
+"""`prep train` after its last step: a signal while it waits for exports or for the push to the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prepcli.errors import INTERRUPTED, OK, STOPPED
+from prepcli.formats.run_steps import saved_steps
+from tests.helpers.fork_server import PREP, ForkedProcess, run_python, start_python
+from tests.helpers.hub_server import hub_environment
+from tests.helpers.push_server import TOKEN, serve_push_hub
+from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
+
+MAX_S = 120.0
+TERMINATED, INTERRUPT = (signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)
+WORDS = ("train", "recipe.toml", "--out", "run", "--json", "--set", "train.steps=3")
+# The disk takes a second per file of an export, so that a signal arrives before the export is complete.
+PREP_ON_SLOW_DISK = f"""
+import os, signal, threading, time
+fsync = os.fsync
+
+def slow_fsync(fd):
+    if threading.current_thread().name == "prep-export":
+        time.sleep(1)
+    fsync(fd)
+
+os.fsync = slow_fsync
+{PREP}
+"""
+
+
+def wait_until(condition: Callable[[], bool], process: ForkedProcess) -> None:
+    deadline_s = time.monotonic() + MAX_S
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def stop(process: ForkedProcess, number: signal.Signals) -> dict[str, Any]:
+    """Send a signal, and return what the command prints."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=MAX_S)
+    assert not err or b"Traceback" not in err, err
+    return json.loads(out)
+
+
+def check_message(report: dict[str, Any], number: signal.Signals, missing: str) -> None:
+    error = report["error"]
+    assert error["what"] == ("interrupted" if number == signal.SIGINT else f"stopped by {number.name}")
+    assert "kept in run: step 3" in error["why"]
+    assert missing in error["why"]
+    assert error["hint"].startswith("to resume: `prep train recipe.toml --out run")
+
+
+@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
+def test_signal_while_exports_are_awaited_is_reported(work_dir: Path, number: signal.Signals, code: int):
+    words = (*WORDS, "--set", "checkpoint.export_every=3")
+    process = start_python(PREP_ON_SLOW_DISK, *words)
+    wait_until(Path("run/exports/3.partial").is_dir, process)
+    report = stop(process, number)
+    assert process.returncode == code
+    check_message(report, number, "not exported: step 3")
+    assert not Path("run/exports/3").exists()
+    run_ok(*words)
+    run_ok("verify", "run/exports/3")
+    assert [path.name for path in Path("run/exports").iterdir()] == ["3"]
+
+
+@pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [INTERRUPT]))
+def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signals, code: int):
+    words = (*WORDS, "--set", "checkpoint.push=o/m")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PREP_"))}
+    with serve_push_hub() as hub:
+        environment = inherited | hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN}
+        hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
+        process = start_python(PREP, *words, env=environment)
+        wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), process)
+        report = stop(process, number)
+        assert process.returncode == code
+        check_message(report, number, "not pushed to o/m")
+        assert not hub.repos["o/m"].branches["main"]
+        hub.failing_requests = "\0"
+        assert run_python(PREP, *words, env=environment).returncode == OK
+        assert hub.repos["o/m"].branches["main"]
+
+
+def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
+    """A signal that comes too late to stop the steps of a run stops the wait for its exports."""
+    script = PREP_ON_SLOW_DISK.replace(
+        PREP,
+        "from trainer.training.loop import Loop\n"
+        "wait = Loop._wait_for_save\n"
+        "def wait_with_signal(self):\n"
+        "    if self.step == 3 and self.pending_save:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    wait(self)\n"
+        "Loop._wait_for_save = wait_with_signal\n" + PREP,
+    )
+    process = start_python(script, *WORDS, "--set", "checkpoint.export_every=3")
+    out, _ = process.communicate(timeout=MAX_S)
+    assert process.returncode == STOPPED
+    check_message(json.loads(out), signal.SIGTERM, "not exported: step 3")
+    assert saved_steps(Path("run")) == [3]
