@@ -195,6 +195,7 @@ def harness_model(
     *,
     mesh: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
+    reduction: Literal["fast", "exact"] = "exact",
     batch_size: PositiveInt = 8,
     max_length: PositiveInt | None = None,
     tokenizer: PathLike | None = None,
@@ -204,12 +205,15 @@ def harness_model(
 ) -> Iterator[Any]:
     """Open a checkpoint as a model of the LM Evaluation Harness.
 
-    Log likelihoods do not depend on the batch size or the mesh.
+    By default log likelihoods do not depend on the batch size or the mesh, and each device holds all parameters while
+    it computes them.
 
     Args:
         checkpoint: Folder, alias, hub id, URL, training run, or a step of one; a decoder-only model.
         mesh: `dp,fsdp,mp` sizes or named axes; None: the first device.
         dtype: "float32" or "bfloat16"; default: bfloat16 if all weights are bfloat16, otherwise float32.
+        reduction: "exact" computes each row alone, with all parameters on its device. "fast" leaves the parameters
+            split by the mesh, as for a model that is larger than a device; results then differ by rounding.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row; default: the positions of the model, at most 2048.
         tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.
@@ -227,14 +231,21 @@ def harness_model(
     base = _harness_base()
     ui = silent_ui("eval")
     silence_jax(ui)
-    disable_fused_multiply_add()
+    if reduction == "exact":
+        disable_fused_multiply_add()
     located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")
         eos_ids = eos_token_ids(source, opened.model.true_vocab_size)
         _check_model(opened, eos_ids)
         methods = _load(
-            opened, path, dtype=dtype, eos_ids=eos_ids, batch_size=batch_size, max_length=max_length or DEFAULT_LENGTH
+            opened,
+            path,
+            dtype=dtype,
+            reduction=reduction,
+            eos_ids=eos_ids,
+            batch_size=batch_size,
+            max_length=max_length or DEFAULT_LENGTH,
         )
         yield _bind(base, methods)
 
@@ -275,6 +286,7 @@ def _load(
     tokenizer_file: Path,
     *,
     dtype: str | None,
+    reduction: Literal["fast", "exact"],
     eos_ids: tuple[int, ...],
     batch_size: int,
     max_length: int,
@@ -282,17 +294,18 @@ def _load(
     from trainer.data.tokenizer import load_tokenizer
     from trainer.generation.decode import inference_dtype
     from trainer.nn.model_spec import ForwardConfig
-    from trainer.training.evaluation import jit_row_eval_step
+    from trainer.training.evaluation import jit_fast_row_eval_step, jit_row_eval_step
 
     model, sharding = opened.model, opened.sharding
     compute_dtype = dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
     forward_config = ForwardConfig(compute_dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
+    jit_step = jit_row_eval_step if reduction == "exact" else jit_fast_row_eval_step
     num_replicas = sharding.data_parallel_size
     return HarnessMethods(
         params=opened.load(lambda path: inference_dtype(path, compute_dtype)),
         opened=opened,
         forward_config=forward_config,
-        eval_step=jit_row_eval_step(model, forward_config),
+        eval_step=jit_step(model, forward_config),
         tokenizer=load_tokenizer(tokenizer_file),
         eos_ids=eos_ids,
         batch_size=-(-batch_size // num_replicas) * num_replicas,

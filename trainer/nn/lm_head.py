@@ -129,6 +129,25 @@ def loss_sums(
     return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
 
 
+def row_loss_sums(
+    hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
+) -> LossSums:
+    """Compute the summed cross entropy of each row [B] in chunks of tokens, without gradients.
+
+    The arguments are those of `loss_sums`.
+    """
+    head, arrays = _pad_to_chunks(hidden, targets, token_weights, head)
+
+    def sum_chunk(chunk: _Chunk) -> _Sums:
+        logits, token_weight = project_logits(chunk[0], weight, head, bias), chunk[2]
+        losses = _cross_entropy(logits, jax.nn.logsumexp(logits, axis=-1), chunk[1], head)
+        is_correct = _argmax(logits) == chunk[1]
+        return jnp.where(token_weight > 0, token_weight * losses, 0.0).sum(1), (token_weight * is_correct).sum(1)
+
+    loss, correct = lax.map(sum_chunk, _chunk_inputs(*arrays, head))  # [chunks, B]
+    return LossSums(loss=loss.sum(0), weight=arrays[2].sum(1), correct=correct.sum(0))
+
+
 def metric_sums(
     hidden: Array,
     weight: Array,

@@ -316,6 +316,16 @@ def evaluation_sums(
     return lm_head.loss_sums(*inputs), metrics
 
 
+def row_loss_sums(
+    params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig
+) -> LossSums:
+    """Compute the summed cross entropy of each row of a batch, float32 [B]; the arguments are those of `loss_sums`."""
+    x = _hidden_states_of_batch(params, batch, model, forward_config, None)
+    head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)
+    weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
+    return lm_head.row_loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+
+
 def _hidden_states_of_batch(
     params: Tree, batch: Mapping[str, Array], model: ModelSpec, forward_config: ForwardConfig, dropout: Dropout | None
 ) -> Array:

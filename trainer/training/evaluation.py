@@ -81,6 +81,20 @@ def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_sha
     return jax.jit(partial(exact.sum_losses, sum_losses), compiler_options=compiler_options())
 
 
+def jit_fast_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
+    """Return a function that computes the same sums for each row, with the parameters split as the mesh splits them.
+
+    Args:
+        model: The model.
+        forward_config: Execution options.
+    """
+
+    def sum_rows(params: Tree, batch: TokenBatch) -> Mapping[str, Array]:
+        return transformer.row_loss_sums(params, batch, model, forward_config)._asdict()
+
+    return jax.jit(sum_rows, out_shardings=forward_config.sharding.replicated_sharding())
+
+
 def jit_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
     """Return a function that computes the same sums for each row alone, with the same rounding on every mesh.
 

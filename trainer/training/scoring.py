@@ -1,4 +1,4 @@
-"""Log likelihoods of token sequences under a decoder-only model, with the same bits in batches of any size."""
+"""Log likelihoods of token sequences under a decoder-only model."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ def score_sequences(
 ) -> list[Score]:
     """Score sequences, the longest first; the result has the order of the requests.
 
-    The rows of a batch have the same rounded length, so that the padding of a row does not depend on other rows.
+    The rows of a batch have the same rounded length, so that the padding of a row does not depend on other rows. With
+    `jit_row_eval_step` a score has the same bits in batches of any size.
 
     Args:
         params: Parameters, sharded by the partition rules of `sharding`.
         requests: The sequences, of at most `max_length + 1` tokens.
-        eval_step: Computes the sums of each row, from `jit_row_eval_step`.
+        eval_step: Computes the sums of each row, from `jit_row_eval_step` or `jit_fast_row_eval_step`.
         sharding: The device mesh of the batches.
         batch_size: Rows per batch.
         max_length: Maximum tokens of a row.

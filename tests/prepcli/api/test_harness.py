@@ -142,6 +142,19 @@ def test_loglikelihood_does_not_depend_on_batch_size(checkpoint: Path, monkeypat
     assert results[0] == results[1] == results[2]
 
 
+def test_fast_loglikelihood_on_a_mesh_differs_by_rounding(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    """The parameters stay split, so that a model may be larger than a device."""
+    monkeypatch.setattr(harness, "_harness_base", lambda: PlainBase)
+    requests = [Request((words([5, 6, 7]), " " + words([8, 9]))), Request((words([9]), " " + words([3, 4, 1])))]
+    results = list[list[tuple[float, bool]]]()
+    with harness.harness_model(checkpoint, batch_size=2) as model:
+        results.append(model.loglikelihood(requests))
+    with harness.harness_model(checkpoint, batch_size=2, mesh="1,2,4", reduction="fast") as model:
+        results.append(model.loglikelihood(requests))
+    for (exact, is_greedy), fast in zip(*results, strict=True):
+        assert fast == (pytest.approx(exact, rel=1e-5), is_greedy)
+
+
 @pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("max_length", -1), ("dtype", "float16"), ("bad", 1)])
 def test_harness_model_checks_arguments(checkpoint: Path, name: str, value: object):
     arguments: Any = {name: value}

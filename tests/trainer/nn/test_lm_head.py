@@ -15,7 +15,7 @@ from prepcli.testing.tiny_transformers import relative_error
 from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_SOFTCAP
-from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums, project_logits
+from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums, project_logits, row_loss_sums
 
 ONE_DEVICE = ShardingContext()
 D = 5
@@ -104,6 +104,18 @@ def test_chunked_loss_matches_naive_loss(case: dict[str, Any]):
     np.testing.assert_allclose(gradients[0], dhidden, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients[1], dweight, rtol=1e-4, atol=2e-5)
     assert not np.any(gradients[1][case["vocab"] :])
+
+
+@given(loss_cases())
+@settings(max_examples=20, deadline=None)
+def test_sums_of_rows_match_the_naive_loss(case: dict[str, Any]):
+    hidden, weight, targets, token_weights = make_arrays(case)
+    head = LMHead(case["vocab"], case["chunk"], ONE_DEVICE)
+    sums = jax.jit(row_loss_sums, static_argnums=4)(hidden, weight, targets, token_weights, head)
+    for row in range(case["rows"]):
+        x, target, token_weight = (array[row : row + 1] for array in (hidden, targets, token_weights))
+        expected, *_ = naive_loss(x, weight, target, token_weight, case["vocab"])
+        np.testing.assert_allclose([value[row] for value in sums], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("terms", [LossTerms(z_loss=0.3), LossTerms(label_smoothing=0.2), LossTerms(0.05, 0.9)])

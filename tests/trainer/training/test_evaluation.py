@@ -23,8 +23,10 @@ from trainer.training.evaluation import (
     combine_results,
     evaluate,
     jit_eval_step,
+    jit_fast_row_eval_step,
     jit_row_eval_step,
 )
+from trainer.training.feed import place_batch
 from trainer.training.loop import Loop
 from trainer.training.metrics import METRICS_FILE, MetricsWriter
 from trainer.training.step import StepSetup
@@ -174,6 +176,33 @@ def test_row_evaluation_is_equal_on_any_mesh(mesh: str, batch_size: int):
     result = run_row_evaluation(mesh if with_all_devices else "", batch_size)
     assert result == run_row_evaluation("", 1)
     assert result.mean_loss == pytest.approx(run_evaluate(runs.make_setup()).mean_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["", "2,2,2", "1,2,4"])
+def test_fast_sums_of_rows_are_those_of_each_row(mesh: str):
+    setup = runs.make_setup(mesh=mesh)
+    params, rows = runs.make_state(setup)["params"], evaluation_data(setup).get_batch([0, 1, 2, 3])
+    sums = jit_fast_row_eval_step(setup.model, setup.forward_config)(params, place_batch(rows, setup.sharding))
+    reference = runs.make_setup()
+    for row in range(4):
+        alone = {name: jax.numpy.asarray(array[row : row + 1]) for name, array in rows.items()}
+        state = runs.make_state(reference)
+        expected = transformer.loss_sums(state["params"], alone, reference.model, reference.forward_config)
+        for name, value in expected._asdict().items():
+            assert float(sums[name][row]) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_fast_sums_of_rows_leave_parameters_split():
+    """No array of the compiled program has the shape of a whole matrix of the MLP, which the mesh splits."""
+    setup = runs.make_setup(mesh="1,2,4")
+    params = runs.make_state(setup)["params"]
+    batch = place_batch(evaluation_data(setup).get_batch([0, 1, 2, 3]), setup.sharding)
+    shapes = {leaf.shape[1:] for path, leaf in setup.model.leaves.items() if path.endswith("mlp.up.weight")}
+    assert shapes
+    for jit_step, is_whole in ((jit_row_eval_step, True), (jit_fast_row_eval_step, False)):
+        step: Any = jit_step(setup.model, setup.forward_config)
+        text = step.lower(params, batch).compile().as_text()
+        assert any(f"{','.join(map(str, shape))}]" in text for shape in shapes) == is_whole
 
 
 def test_combined_result_weighs_datasets_by_tokens():
