@@ -12,7 +12,8 @@ from trainer.training.optimizers.lr_schedule import changed_fields
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
-# through the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
+# through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
+# tokenizer through the identity of the tokens (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
@@ -27,6 +28,9 @@ CHANGEABLE_ON_RESUME = frozenset(
         "model.attention_kernel",
         "model.q_chunk_size",
         "model.k_chunk_size",
+        "data.path",
+        "data.eval_path",
+        "data.tokenizer",
         "data.cache",
         "batch.size",
         "batch.per_device",

@@ -1,4 +1,4 @@
-"""Whether a run may resume with another learning rate schedule."""
+"""Whether a run may resume with other keys, data or another learning rate schedule."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def test_changed_schedule_is_named():
 def test_later_end_of_the_decay_has_a_hint():
     with pytest.raises(PrepError, match=r"decay 20 -> 30 - `--set optimizer\.decay_steps=20` keeps it; `--restart`"):
         check(schedule("cosine"), schedule("cosine", decay=MORE_STEPS))
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.eval_path", "data.tokenizer"])
+def test_moved_data_may_have_another_path(key: str):
+    job = make_job(make_setup(), manifest_fields={"data": "digest"})
+    check_resumable({"data": "digest"}, job, changed={key: (("a",), ("b",))}, step=1)
+    with pytest.raises(PrepError, match="the data has changed since the run began - other digest, now digest"):
+        check_resumable({"data": "other digest"}, job, changed={key: (("a",), ("b",))}, step=1)
