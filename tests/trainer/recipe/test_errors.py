@@ -194,7 +194,7 @@ FILES = {
     ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
-        'x.toml:6: `data.fields` is "[a], [b]" - it needs source columns in brackets, and target columns outside '
+        'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, which have no loss: it needs one outside '
         'brackets - `fields = "[article], summary"`',
     ),
     "repository without an owner": (
