@@ -63,8 +63,8 @@ def _example_value(config: HFConfig, field: str) -> Any:
     if field == "eos_token_id" and config.get(field) is None:
         return None  # a token or a list of tokens
     numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES  # often written as integers
-    values = (fields.get(field) for fields in (numbers, config, *_published(family), dict.fromkeys(TOKEN_ID_FIELDS, 0)))
-    return next((value for value in values if value is not None), None)
+    tables: list[HFConfig] = [numbers, config, *_published(family), dict.fromkeys(TOKEN_ID_FIELDS, 0)]
+    return next((fields[field] for fields in tables if fields.get(field) is not None), None)
 
 
 def _published(family: Family) -> list[HFConfig]:
