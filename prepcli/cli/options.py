@@ -129,7 +129,7 @@ DtypeOption = Annotated[
     typer.Option("--dtype", metavar="NAME", help="Cast to float32, bfloat16 or float16.", show_default=False),
 ]
 AllowOverflowOption = Annotated[
-    bool, typer.Option("--allow-overflow", help="Cast values too large for --dtype to infinity.")
+    bool, typer.Option("--allow-overflow", help="Round values too large for the dtype of the output to infinity.")
 ]
 CompressOption = Annotated[
     str | None,

@@ -81,11 +81,13 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
         streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
         settings={**copy.plan.settings, "merged": settings},
     )
-    line = f"{request.adapter} -> {source.display_name}: {len(updates)} tensors change, scaled by {lora.scaling:g}"
+    base = read_settings(request.adapter).get("base_model_name_or_path")
+    origin = f" (trained with {base:.60})" if isinstance(base, str) and base else ""
+    change = f"{len(updates)} tensors change, scaled by {lora.scaling:g}"
     return PlannedConversion(
         plan,
         f"{located.model_name}-merged",
-        notes=(line,),
+        notes=(f"{request.adapter}{origin} -> {source.display_name}: {change}",),
         fields={**copy.fields, "merged": settings},
         next_command=lambda out: f"prep verify {out}",
         source_view=combined,

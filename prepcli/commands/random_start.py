@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import usage_error
+from prepcli.planning.plan import SmallFile
 from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
 from prepcli.targets.hf_folder import copied_files
 from prepcli.targets.training_step import StartModel
@@ -24,10 +25,11 @@ from trainer.recipe.model_table import Model
 if TYPE_CHECKING:
     from trainer.models.mesh import Mesh
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_FILES = (  # files of a folder that belong to its tokenizer
-    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "generation_config.json"),
+JSON_TOKENIZER, SENTENCEPIECE_TOKENIZER = "tokenizer.json", "tokenizer.model"
+TOKENIZERS = (JSON_TOKENIZER, SENTENCEPIECE_TOKENIZER, "spiece.model", "vocab.json", "merges.txt")
+TOKENIZER_SETTINGS = (  # other files of a folder that belong to its tokenizer
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    "generation_config.json",
 )
 
 
@@ -82,9 +84,20 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
     """
     model = model_of_config(random_config(recipe.model))
     manifest = {**_model_manifest(model, mesh, rules), "name": _model_name(recipe.model)}
-    folder = tokenizer_folder(recipe)
-    paths = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return StartModel(manifest, copied_files(paths, folder, path_prefix=f"{HF_FOLDER}/"))
+    return StartModel(manifest, _tokenizer_files(recipe))
+
+
+def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
+    """Return the files of the tokenizer for each step: of a file that the recipe names, with the usual name."""
+    folder, prefix = tokenizer_folder(recipe), f"{HF_FOLDER}/"
+    named = Path(recipe.data.tokenizer or folder)
+    names = TOKENIZER_SETTINGS if named.is_file() else (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    files = copied_files([folder / name for name in names if (folder / name).is_file()], folder, path_prefix=prefix)
+    if not named.is_file():
+        return files
+    (tokenizer,) = copied_files([named], folder)
+    name = SENTENCEPIECE_TOKENIZER if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix else JSON_TOKENIZER
+    return (replace(tokenizer, path=prefix + name), *files)
 
 
 def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> dict[str, Any]:
@@ -120,7 +133,7 @@ def tokenizer_folder(recipe: Recipe) -> Path:
         return path if path.is_dir() else path.parent
     folder = Path(recipe.model.config or "")
     folder = folder if folder.is_dir() else folder.parent
-    if recipe.model.config is None or not (folder / TOKENIZER_FILE).is_file():
+    if recipe.model.config is None or not any((folder / name).is_file() for name in TOKENIZERS):
         why = "a random start has no checkpoint with a tokenizer"
         raise usage_error("`data.tokenizer` is missing", why, '`tokenizer = "gpt2"` in [data], a folder or a file')
     return folder

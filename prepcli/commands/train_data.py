@@ -28,6 +28,7 @@ HUB_URL = re.compile(
     re.ASCII,
 )
 HUB_HINT = "`hf://datasets/OWNER/NAME`, or `hf://datasets/OWNER/NAME/FILE`"
+SCHEMES = ("gs://", "s3://", "hf://")
 GLOB_SIGNS = re.compile(r"[*?]")
 
 
@@ -45,6 +46,9 @@ class DataFinder:
 
     def find(self, url: str, accepts: Callable[[str], bool], selection: Selection) -> Sequence[DataFile]:
         """List the data files of a URL; see `RemoteFiles.find`."""
+        if not url.startswith(SCHEMES):
+            why = "supported are paths, gs://, s3:// and hf://datasets/"
+            raise usage_error(f"cannot read data from {url}", why, "download it, and name the file")
         if url.startswith("hf://"):
             files = self._find_on_hub(url, accepts, selection)
         else:

@@ -30,6 +30,7 @@ from prepcli.planning.tensors import FileTensor, array_bits
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_HINT = "`prep merge ADAPTER BASE` adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others"
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"
 LENGTH_NBYTES = 8  # a file starts with the little-endian length of its header
@@ -292,7 +293,7 @@ def _check_model(folder: Path, names: Sequence[str]) -> None:
         raise PrepError(f"{folder} has no safetensors files")
     if ADAPTER_FILE in names:
         why = f"{ADAPTER_FILE} has only the weights that are added to a base model"
-        raise PrepError(f"{folder} is an adapter, not a model", why, "merge it first: PEFT's `merge_and_unload()`")
+        raise PrepError(f"{folder} is an adapter, not a model", why, ADAPTER_HINT)
     check_numbered_files(folder, names)
 
 

@@ -14,7 +14,7 @@ from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE
-from prepcli.formats.safetensors import select_safetensors_files
+from prepcli.formats.safetensors import ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, parse_json
 from prepcli.sources.folders import Folder, Kind
@@ -57,7 +57,7 @@ def _quantised(why: str) -> Refusal:
 ADAPTER = Refusal(
     "is an adapter, not a model",
     "it has {names}: adapters hold only changes to a base model",
-    "merge it first: PEFT's merge_and_unload(), then save_pretrained(OUT)",
+    ADAPTER_HINT,
 )
 GPTQ, AWQ = (_quantised(f"found {{names}}, which {tool} writes") for tool in ("GPTQ", "AWQ"))
 GGUF = Refusal(

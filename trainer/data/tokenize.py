@@ -88,7 +88,10 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     tokenizer = load_tokenizer(config.tokenizer)
     _check_eos_id(config)
     found = find_data_files(config.paths, config.type, config.selection, remote=config.remote)
-    config = _with_type(config, resolve_type(found, config.type))
+    file_type = resolve_type(found, config.type)
+    config = _with_type(config, file_type)
+    if READERS[file_type].has_ids:
+        _note_ignored_settings(config.examples, note)
     files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
@@ -114,6 +117,13 @@ def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
         what = f'`data.fields` is "{settings.fields or settings.fields_from_example:.60}"'
         raise usage_error(what, f"files of type {file_type} have no columns", "`data.type` sets the type of the files")
     return replace(config, type=file_type, examples=replace(settings, fields=""))
+
+
+def _note_ignored_settings(settings: ExampleSettings, note: Note) -> None:
+    """Report settings that ready token ids do not have; they may be for other sources of a mixture."""
+    keys = [f"`data.{key}`" for key in ("add_bos", "prepend_text") if getattr(settings, key)]
+    if keys:
+        note(f"token ids are stored as they are, without {' and '.join(keys)}")
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:

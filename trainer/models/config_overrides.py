@@ -7,13 +7,14 @@ from typing import Any
 
 from trainer.models.dropout_config import DROPOUT_SITES
 from trainer.models.errors import usage_error
-from trainer.models.parameters import HFConfig
+from trainer.models.parameters import Family, HFConfig
 from trainer.models.presets import PRESETS
 from trainer.models.registry import family_of, fields_read
 from trainer.models.suggest import did_you_mean
 
 OVERRIDES_KEY = "model.overrides"
 TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+ROTARY_BASES = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0}
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
 
 
@@ -41,21 +42,38 @@ def _check_field(config: HFConfig, field: str, value: Any) -> None:
     if field not in known:
         why = f"neither the config.json nor the family {config.get('model_type')} has this field"
         raise usage_error(f"`{OVERRIDES_KEY}` has the unknown field `{field:.60}`", why, did_you_mean(field, known))
-    current = config.get(field)
-    if field == "model_type" and value != current:
-        raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", f"the config is of {current}", "another config")
-    if current is not None and not _has_type_of(value, current):
+    if field == "model_type" and value != config.get(field):
+        why = f"the config is of {config.get(field)}"
+        raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", why, "another config")
+    example = _example_value(config, field)
+    if example is not None and not _has_type_of(value, example):
         what = f"`{OVERRIDES_KEY}` sets `{field}` to {value!r:.60}"
-        raise usage_error(what, f"it must be {TYPE_NAMES[type(current)]}, such as {current!r:.60}")
+        raise usage_error(what, f"it must be {TYPE_NAMES[type(example)]}, such as {example!r:.60}")
 
 
 def _known_fields(config: HFConfig) -> set[str]:
     """Return the fields of a config, of its family, and of published configs of the family."""
     family = family_of(config)
-    published = (preset for preset in PRESETS.values() if preset["model_type"] == family.name)
+    return {*config, *fields_read(family), *_dropout_fields(family), *TOKEN_ID_FIELDS}.union(*_published(family))
+
+
+def _example_value(config: HFConfig, field: str) -> Any:
+    """Return a value of a field: of the config, else of a published config of its family; None for unknown types."""
+    family = family_of(config)
+    if field == "eos_token_id" and config.get(field) is None:
+        return None  # a token or a list of tokens
+    numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES  # often written as integers
+    tables: list[HFConfig] = [numbers, config, *_published(family), dict.fromkeys(TOKEN_ID_FIELDS, 0)]
+    return next((fields[field] for fields in tables if fields.get(field) is not None), None)
+
+
+def _published(family: Family) -> list[HFConfig]:
+    return [preset for preset in PRESETS.values() if preset["model_type"] == family.name]
+
+
+def _dropout_fields(family: Family) -> set[str]:
     rates = (getattr(family.dropout_fields, site) for site in DROPOUT_SITES)
-    dropout_fields = {rate[0] for rate in rates if rate is not None}
-    return {*config, *fields_read(family), *dropout_fields, *TOKEN_ID_FIELDS}.union(*published)
+    return {rate[0] for rate in rates if rate is not None}
 
 
 def _has_type_of(value: Any, current: Any) -> bool:

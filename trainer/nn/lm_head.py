@@ -177,6 +177,9 @@ def metric_sums(
     def sum_chunk(chunk: _Chunk) -> dict[str, Array]:
         logits = project_logits(chunk[0], weight, head, bias)[..., : head.true_vocab_size]
         values = metric_fn(logits, chunk[1])
+        if not isinstance(values, Mapping):
+            why = f"it returned a value of type {type(values).__name__}"
+            raise PrepError("`metric_fn` did not return a dict", why, 'return `{"NAME": values}`')
         return {name: _weighted_sum(value, chunk, f"`metric_fn` {name!r:.60}") for name, value in values.items()}
 
     return {name: sums.sum() for name, sums in lax.map(sum_chunk, _chunk_inputs(*arrays, head)).items()}

@@ -14,7 +14,7 @@ from trainer.models.rope_overrides import SCALING_KEY, THETA_KEY, check_rope_sca
 from trainer.models.rule_text import merge_rules
 from trainer.models.slices import DCN_KEY, check_slices, parse_slice_counts
 from trainer.recipe.data_sources import EVAL_KEYS, SOURCES_KEY, has_eval_data, parse_sources, source_data
-from trainer.recipe.field_checks import field_problems
+from trainer.recipe.field_checks import chat_problems, field_problems
 from trainer.recipe.formatting import example_value, format_value
 from trainer.recipe.log_keys import WANDB_KEY, check_wandb_table
 from trainer.recipe.lora_table import Lora
@@ -50,6 +50,7 @@ def find_problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation_problems(recipe)
     yield from _sample_problems(recipe)
     yield from _schedule_problems(recipe)
+    yield from _cooldown_problems(recipe)
     yield from _loss_scale_problems(recipe)
     for key in (f"optimizer.{name}" for name in PATTERN_KEYS):
         yield from problem_if_raised(partial(check_expressions, value_of(recipe, key), key), key)
@@ -148,6 +149,7 @@ def _dataset_problems(recipe: Recipe) -> Iterator[Problem]:
     data = recipe.data
     if data.sources is None:
         yield from field_problems(recipe)
+        yield from chat_problems(recipe)  # of several sources, others may be texts
         return
     problems = list(problem_if_raised(lambda: parse_sources(data), SOURCES_KEY))
     yield from problems or _source_field_problems(recipe)
@@ -222,6 +224,13 @@ def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     n_steps = recipe.train.steps or (optimizer.decay_steps if optimizer.warmup_ratio is None else None)
     if n_steps:
         yield from problem_if_raised(lambda: warmup_decay(optimizer, n_steps), *warmup_keys)
+
+
+def _cooldown_problems(recipe: Recipe) -> Iterator[Problem]:
+    key, schedule = "optimizer.cooldown_steps", recipe.optimizer.schedule
+    if recipe.optimizer.cooldown_steps is not None and schedule != "wsd":
+        hint = '`schedule = "wsd"` in [optimizer]'
+        yield Problem((key,), _key_is(recipe, key), f"`optimizer.schedule` is {schedule}", hint)
 
 
 def _loss_scale_problems(recipe: Recipe) -> Iterator[Problem]:

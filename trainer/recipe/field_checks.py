@@ -16,6 +16,7 @@ from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, FORMAT_FIEL
 SOURCE_KEYS = ("data.source_length", "data.source_prefix")
 NOISE_KEYS = ("data.noise_density", "data.mean_noise_span_length")
 COLUMN_KEYS = ("data.fields", "data.fields_from_example", "data.format", "data.subfield_separator")
+TEXT_KEYS = ("data.prepend_text", "data.subfield_separator")
 
 
 def field_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -26,6 +27,17 @@ def field_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _list_problems(recipe)
     yield from _source_problems(recipe)
     yield from _objective_problems(recipe)
+
+
+def chat_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield keys about the texts of columns for conversations, which a chat template renders."""
+    data = recipe.data
+    if data.format != "chat" or data.type not in DEFAULT_FIELDS or data.fields_from_example is not None:
+        return
+    for key in TEXT_KEYS:
+        if value_of(recipe, key) != type(data).model_fields[key.removeprefix("data.")].default:
+            what = f"`{key}` is {format_value(value_of(recipe, key))}"
+            yield Problem((key,), what, "`data.format` is chat, and its template makes the text", "remove it")
 
 
 def check_source_length(data: Data, *, has_encoder: bool) -> None:

@@ -106,7 +106,7 @@ def split_fields(text: str) -> FieldList:
         position, has_next = match.end(), match["end"] == ","
     fields = FieldList(tuple(items))
     if not fields.target:
-        raise FieldsError("it needs source columns in brackets, and target columns outside brackets")
+        raise FieldsError("all fields are in brackets, which have no loss: it needs one outside brackets")
     return fields
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from trainer.recipe.problems import Problem
 from trainer.recipe.tables import Recipe, value_of
 
 PROFILE_KEY = "train.profile"
+PUSH_KEY = "checkpoint.push"
+REPOSITORY = re.compile(r"[^\s/@]+/[^\s/@]+(@[^\s@]+)?")
 EPOCH_KEYS = {"train.eval_every_epochs": "train.eval_every", "checkpoint.every_epochs": "checkpoint.every"}
 
 
@@ -33,6 +36,9 @@ def find_save_problems(recipe: Recipe) -> Iterator[Problem]:
         elif not train.eval_every and train.eval_every_epochs is None:
             why = "the run evaluates only after its last step"
             yield Problem((key,), _key_is(recipe, key), why, "`eval_every = 500` in [train]")
+    if checkpoint.push is not None and not REPOSITORY.fullmatch(checkpoint.push):
+        why, hint = "it has the form OWNER/NAME or OWNER/NAME@BRANCH", '`push = "me/llama-13b"` in [checkpoint]'
+        yield Problem((PUSH_KEY,), _key_is(recipe, PUSH_KEY), why, hint)
     if train.profile is not None and (reason := _invalid_profile(train.profile)):
         yield Problem((PROFILE_KEY,), f"`{PROFILE_KEY}` is invalid", reason, "`profile = { start = 10, steps = 3 }`")
 

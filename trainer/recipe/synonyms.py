@@ -291,14 +291,15 @@ ADVICE: Mapping[str, str] = {
             "experiment_group",
             "experiment_note",
             "online",
+            *(f"logger.{name}" for name in ("entity", "notes", "prefix", "prefix_to_id", "project")),
         ),
         '`log.wandb`: `wandb = { project = "NAME" }` in [log]',
     ),
+    "logger.gcs_output_dir": "`prep train RECIPE --out gs://BUCKET/RUN`",
+    "stop_after_profile": "remove it: `train.steps` ends the run",
     **dict.fromkeys(
-        (
-            "stop_after_profile",
-        ),
-        "remove it: `train.steps` ends the run",
+        ("generation_bsize", "generation_batches", "generation_do_sample", "generation_num_beams"),
+        "`prep eval RUN --metric NAME` generates targets, `prep generate RUN` samples texts",
     ),
 }  # fmt: skip
 

@@ -8,10 +8,12 @@ from typing import Any
 from trainer.models.errors import PrepError
 from trainer.recipe.formatting import to_toml
 from trainer.training.loop import Job
+from trainer.training.optimizers.lr_schedule import changed_fields
 
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
-# through the learning rate schedule that they produce, and batch keys through the batch size (FIXED_ON_RESUME).
+# through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
+# tokenizer through the identity of the tokens (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
@@ -26,6 +28,9 @@ CHANGEABLE_ON_RESUME = frozenset(
         "model.attention_kernel",
         "model.q_chunk_size",
         "model.k_chunk_size",
+        "data.path",
+        "data.eval_path",
+        "data.tokenizer",
         "data.cache",
         "batch.size",
         "batch.per_device",
@@ -73,7 +78,6 @@ CHANGEABLE_ON_RESUME = frozenset(
 FIXED_ON_RESUME = {
     "data": "the data",
     "batch_size": "the batch size",
-    "rate": "the learning rate schedule",
     "loss_fn": "the loss function",
 }
 
@@ -96,14 +100,24 @@ def check_resumable(
     fixed = {key: values for key, values in changed.items() if key not in CHANGEABLE_ON_RESUME}
     hint = "`--restart` starts again from step 0; another `name` keeps both runs"
     if fixed:
-        changes = ", ".join(f"{key}: {' -> '.join(map(_value_text, values))}" for key, values in sorted(fixed.items()))
+        changes = ", ".join(f"{key}: {_change_text(values)}" for key, values in sorted(fixed.items()))
         raise PrepError("the run began with another recipe", changes, hint)
     for key, label in FIXED_ON_RESUME.items():
         before, after = manifest.get(key), job.manifest_fields.get(key)
         if before != after:
             raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
+    rates = changed_fields(manifest.get("rate", {}), job.manifest_fields.get("rate", {}))
+    if rates:
+        changes = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
+        keep = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; " if {*rates} == {"decay"} else ""
+        raise PrepError("the learning rate schedule has changed since the run began", changes, f"{keep}{hint}")
     if step > job.steps:
         raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
+
+
+def _change_text(values: tuple[Any, Any]) -> str:
+    """Return the values of a key before and now as text."""
+    return " -> ".join(map(_value_text, values))
 
 
 def _value_text(value: object) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from trainer.data.mixing import ConcatenatedDataset, MixedOrder, mix_by_weight
 from trainer.data.order import RowOrder, SampleOrder
 from trainer.data.packing import Dataset
 from trainer.data.remote_files import Selection
+from trainer.models.errors import PrepError
 from trainer.recipe.data_sources import split_sources
 from trainer.recipe.data_table import Data
 
@@ -70,7 +72,8 @@ def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
     weights: dict[str, float] = {}
     for source, part in split_sources(data):
         assert source is not None
-        datasets[source.name] = build(part, note=_label_notes(source.name, note))
+        with _label_errors(source.name):
+            datasets[source.name] = build(part, note=_label_notes(source.name, note))
         if source.weight is not None:
             weights[source.name] = source.weight
     train = {name: part.train for name, part in datasets.items()}
@@ -83,6 +86,16 @@ def build_mixture(data: Data, build: BuildSource, *, note: Note) -> Datasets:
         identity=" ".join(part.identity for part in datasets.values()),
         weights=tuple(weights.values()),
     )
+
+
+@contextmanager
+def _label_errors(name: str) -> Iterator[None]:
+    """Name the source in errors that leave the block."""
+    try:
+        yield
+    except PrepError as error:
+        error.what = f"source `{name}`: {error.what}"
+        raise
 
 
 def _label_notes(name: str, note: Note) -> Note:

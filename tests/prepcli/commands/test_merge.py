@@ -61,6 +61,13 @@ def test_merge_adds_the_product_and_rounds_once(dtype: str):
             assert same_bits(merged[name], values)
 
 
+def test_merge_names_the_base_that_the_adapter_names(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter(base_model_name_or_path="me/llama-7b")
+    assert main(["merge", "adapter", "base", "--dry-run"]) == OK
+    assert "adapter (trained with me/llama-7b) -> base: 6 tensors change" in capsys.readouterr().err
+
+
 def test_merge_transposes_the_product_for_conv1d():
     make_checkpoint(Path("base"), GPT2)
     adapter = make_adapter(

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.commands.random_start import random_start, tokenizer_folder
 from prepcli.errors import OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import RECIPE, make_training_folder, write_tokenizer
+from trainer.models.mesh import parse_mesh
+from trainer.recipe import load_recipe
 
 RANDOM = RECIPE.replace(
     'path = "tiny-init"', 'init = "random"\nconfig = "tiny"\noverrides = { num_hidden_layers = 2, vocab_size = 133 }'
@@ -89,6 +92,27 @@ def test_random_start_without_a_tokenizer_names_the_key(work_dir: Path, capsys: 
     make_checkpoint(Path("bare"), LLAMA)
     assert main(["train", "recipe.toml", "--set", "model.config=bare"]) == USAGE
     assert "`data.tokenizer` is missing" in capsys.readouterr().err
+
+
+def test_folder_of_the_config_may_have_a_sentencepiece_model(tmp_path: Path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.model").touch()
+    (tmp_path / "recipe.toml").write_text(RANDOM)
+    recipe = load_recipe(tmp_path / "recipe.toml", [f"model.config={folder}/config.json"]).recipe
+    assert tokenizer_folder(recipe) == folder
+
+
+@pytest.mark.parametrize(("name", "stored"), [("bpe.json", "tokenizer.json"), ("sp.model", "tokenizer.model")])
+def test_steps_have_the_tokenizer_file_of_the_recipe_only(tmp_path: Path, name: str, stored: str):
+    for file in (name, "tokenizer.json", "tokenizer.model", "chat_template.jinja"):
+        (tmp_path / file).write_text(file)
+    make_checkpoint(tmp_path / "tiny", LLAMA)
+    (tmp_path / "recipe.toml").write_text(RANDOM)
+    overrides = [f"model.config={tmp_path}/tiny", f"data.tokenizer={tmp_path}/{name}"]
+    start = random_start(load_recipe(tmp_path / "recipe.toml", overrides).recipe, parse_mesh("1,1,1"), ())
+    copied = {file.path: Path(file.copied_from).name for file in start.small_files}
+    assert copied == {f"hf/{stored}": name, "hf/chat_template.jinja": "chat_template.jinja"}
 
 
 def test_plan_takes_the_config_of_a_random_start(work_dir: Path, capsys: pytest.CaptureFixture[str]):

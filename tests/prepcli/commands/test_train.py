@@ -230,11 +230,13 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     (work_dir / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)
     assert (code, what) == (FAILED, "the data has changed since the run began")
-    (work_dir / "text.txt").write_text(text)
-    changes = ("--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
+    (work_dir / "text.txt").unlink()
+    (work_dir / "moved.txt").write_text(text)
+    moved = ("--set", "data.path=moved.txt")
+    changes = (*moved, "--set", "mesh=8,1,1", "--set", "train.log_every=5", "--set", "checkpoint.keep=1")
     assert main(["train", "recipe.toml", "-q", *changes]) == OK, "these may change"
     assert saved_steps(work_dir / "runs/recipe") == [12]
-    assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q"]) == STOPPED
+    assert main(["train", "recipe.toml", "--restart", "--stop-after", "1", "-q", *moved]) == STOPPED
     assert saved_steps(work_dir / "runs/recipe") == [1]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.commands.train_data import DataFinder
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, UsageError
 from prepcli.sources.folders import Access
 from tests.helpers.corpus import make_config, tokenize_quietly
 from tests.helpers.data_formats import write_arrow_files, write_json_files
@@ -67,6 +67,14 @@ def test_url_without_data_fails():
         find("s3://bucket/empty.jsonl")
     with pytest.raises(PrepError, match="is an invalid URL"):
         find("hf://owner/name")
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.jsonl", "ftp://host/a.txt"])
+def test_urls_of_other_schemes_are_named_with_the_supported_ones(url: str):
+    with pytest.raises(UsageError) as caught:
+        FINDER.find(url, lambda name: True, WHOLE)
+    assert caught.value.what == f"cannot read data from {url}"
+    assert caught.value.why == "supported are paths, gs://, s3:// and hf://datasets/"
 
 
 def test_bucket_gives_the_tokens_of_local_files(store: FakeObjectStore, tmp_path: Path):

@@ -113,7 +113,7 @@ def test_adapter_is_rejected(tmp_path: Path) -> None:
     error = refusal(tmp_path)
     assert error.what == f"{tmp_path} is an adapter, not a model"
     assert "adapter_model.safetensors" in error.why
-    assert "merge_and_unload" in error.hint
+    assert error.hint.startswith("`prep merge ADAPTER BASE`")
 
 
 def test_adapter_beside_a_model_is_ignored(tmp_path: Path) -> None:

@@ -178,10 +178,29 @@ FILES = {
         replaced('type = "text"', 'type = "json"\nformat = "chat"\nfields_from_example = "how"'),
         'x.toml:6: `data.format` is "chat" - `data.fields_from_example` is "how" - remove one of them',
     ),
+    "text before a conversation": (
+        replaced('type = "text"', 'type = "json"\nformat = "chat"\nprepend_text = "Hi"'),
+        'x.toml:7: `data.prepend_text` is "Hi" - `data.format` is chat, and its template makes the text - remove it',
+    ),
+    "separator in a conversation": (
+        replaced('type = "text"', 'type = "json"\nformat = "chat"\nsubfield_separator = "-"'),
+        'x.toml:7: `data.subfield_separator` is "-" - `data.format` is chat, and its template makes the text - remove '
+        "it",
+    ),
+    "cooldown of another schedule": (
+        replaced("lr = 1e-3", "lr = 1e-3\ncooldown_steps = 2"),
+        "x.toml:12: `optimizer.cooldown_steps` is 2 - `optimizer.schedule` is linear - "
+        '`schedule = "wsd"` in [optimizer]',
+    ),
     "source without a target": (
         replaced('type = "text"', 'type = "json"\nfields = "[a], [b]"'),
-        'x.toml:6: `data.fields` is "[a], [b]" - it needs source columns in brackets, and target columns outside '
+        'x.toml:6: `data.fields` is "[a], [b]" - all fields are in brackets, which have no loss: it needs one outside '
         'brackets - `fields = "[article], summary"`',
+    ),
+    "repository without an owner": (
+        replaced("steps = 20", 'steps = 20\n[checkpoint]\npush = "me"'),
+        'x.toml:15: `checkpoint.push` is "me" - it has the form OWNER/NAME or OWNER/NAME@BRANCH - '
+        '`push = "me/llama-13b"` in [checkpoint]',
     ),
     "two kinds of evaluation data": (
         replaced("seq_length = 8", 'seq_length = 8\nholdout = 0.5\neval_path = "e.txt"'),

@@ -51,8 +51,8 @@ def test_columns_in_brackets_come_first():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("[a]", "target columns outside brackets"),
-        ("[a], [b]", "target columns outside brackets"),
+        ("[a]", "it needs one outside brackets"),
+        ("[a], [b]", "it needs one outside brackets"),
         ("[], b", "a field is empty"),
         ("[ ], b", "a field is empty"),
         ("[a,], b", "a field is empty"),

@@ -136,7 +136,15 @@ def test_only_paths_are_expanded(small: Path, monkeypatch: pytest.MonkeyPatch):
 def test_examples_make_a_valid_recipe(tmp_path: Path):
     conflicting = {"batch.per_device", "batch.per_replica", "train.epochs", "optimizer.warmup_ratio", "data.eval_path"}
     conflicting |= {"data.source_length", "data.source_prefix", "data.fields_from_example", "data.objective"}
-    conflicting |= {"optimizer.loss_scale", "lora.path", "data.sources", "data.eval_split", *START_KEYS, *SAVE_KEYS}
+    conflicting |= {
+        "optimizer.loss_scale",
+        "optimizer.cooldown_steps",
+        "lora.path",
+        "data.sources",
+        "data.eval_split",
+        *START_KEYS,
+        *SAVE_KEYS,
+    }
     values = {
         key: tomllib.loads(f"v = {example_value(key_schema)}")["v"]
         for key, key_schema in key_schemas_of("adamw").items()
@@ -206,9 +214,9 @@ VALUES_BY_KEY = {
     "optimizer.freeze": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
     "optimizer.decay_exclude": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
     "optimizer.decay_include": st.sampled_from(["embed.tokens", ["re:norm", "head"]]),
-    "optimizer.cooldown_steps": st.just(1),
     "optimizer.schedule": st.sampled_from(["linear", "cosine", "constant", "rsqrt"]),
     "data.prepend_text": TEXTS,
+    "checkpoint.push": st.sampled_from(["me/llama", "me/llama-13b@main"]),
     "optimizer.warmup_steps": st.integers(0, 9),
     "optimizer.decay_steps": st.integers(10, 2**30),
     "optimizer.warmup_ratio": st.floats(0, 0.4),
@@ -259,7 +267,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     chosen = {f"batch.{key}" for key in batch} | {f"train.{length}"}
     excluded = {"optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps", "data.fields"}
     excluded |= {"data.source_length", "data.source_prefix", "data.fields_from_example", *COLUMN_KEYS}
-    excluded |= {"optimizer.loss_scale", "eval.at_start", "log.sample_every", "log.sample_tokens"}
+    excluded |= {"log.sample_every", "log.sample_tokens"}
+    excluded |= {"optimizer.loss_scale", "optimizer.cooldown_steps", "eval.at_start"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("batch.")} | {"train.steps", "train.epochs"}
     policy_conflicts = {"model.attention_kernel", "model.ffn_chunk_size"}
     excluded |= {key for key in KEY_SCHEMAS if key.startswith("lora.")} | {"checkpoint.best", *SAVE_KEYS}
@@ -292,6 +301,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     if "log.samples" in values:
         counts = {"log.sample_every": st.integers(0, 9), "log.sample_tokens": st.integers(1, 9)}
         values |= draw(st.fixed_dictionaries({}, optional=counts))
+    if "optimizer.schedule" in values and draw(st.booleans()):
+        values |= {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 1}
     values |= draw(st.sampled_from(LORA_VALUES))
     if values.get("data.holdout") or "data.eval_path" in values:
         values |= {"train.eval_every": draw(st.integers(0, 9)), "eval.limit": draw(st.integers(0, 9))}

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.corpus import make_tokenizer
 from tests.helpers.tiny_configs import LLAMA
 from trainer.data.mixing import ConcatenatedDataset
+from trainer.models.errors import PrepError
 from trainer.models.registry import family_of
 from trainer.nn.model_spec import build_model
 from trainer.recipe import load_recipe
@@ -97,3 +98,8 @@ def test_source_may_have_evaluation_files(tmp_path: Path):
     assert isinstance(datasets.evaluation, ConcatenatedDataset)
     assert [*datasets.evaluation.parts] == ["b"]
     assert len(datasets.identity.split()) == 3
+
+
+def test_error_of_a_source_names_it(tmp_path: Path):
+    with pytest.raises(PrepError, match=r"^source `b`: .*b.jsonl:1: no column `body`"):
+        load_datasets(tmp_path, second='fields = "body"')

@@ -158,6 +158,10 @@ def test_evaluation_reports_means_of_metrics(mesh: str):
     assert results[1].metrics == {}
 
 
+def focal_metric(logits: Array, targets: Array) -> dict[str, Array]:
+    return {"loss": focal_loss(logits, targets)}
+
+
 def mean_loss(logits: Array, targets: Array) -> Array:
     return focal_loss(logits, targets).mean()
 
@@ -172,6 +176,20 @@ def test_metric_of_another_shape_is_an_error():
     setup = runs.make_setup()
     eval_step = jit_eval_step(setup.model, setup.forward_config, lambda logits, targets: {"last": logits})
     with pytest.raises(PrepError, match=r"`metric_fn` 'last' did not return a value for each token"):
+        eval_step(runs.make_state(setup)["params"], first_batch(setup))
+
+
+@pytest.mark.parametrize(
+    ("metric_fn", "what"),
+    [
+        (focal_loss, "`metric_fn` did not return a dict - it returned "),
+        (focal_metric, "`metric_fn` returned the name 'loss' - evaluations have a value of this name"),
+    ],
+)
+def test_metrics_without_a_name_of_their_own_are_an_error(metric_fn: Any, what: str):
+    setup = runs.make_setup()
+    eval_step = jit_eval_step(setup.model, setup.forward_config, metric_fn)
+    with pytest.raises(PrepError, match=what):
         eval_step(runs.make_state(setup)["params"], first_batch(setup))
 
 

@@ -28,13 +28,17 @@ def _read_rows(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Ite
 
 
 def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
-    """Yield one record per valid row; the bytes of the header, of blank and of invalid rows count for the next one."""
+    """Yield one record per valid row; the bytes of the header, of blank and of invalid rows count for the next one.
+
+    Each line of an invalid row is reported.
+    """
     lines = _Lines(stream)
     rows = csv.reader(lines, delimiter=_delimiter(file), strict=True)
     header: Sequence[str] = ()
     done_nbytes = 0
     while True:
-        place, values = f"{file.path}:{rows.line_num + 1}", None
+        first = rows.line_num + 1
+        place, values = f"{file.path}:{first}", None
         try:
             row = _next_row(place, rows)
             if row is None:
@@ -45,6 +49,9 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
             if not header:
                 raise
             options.on_error(error)
+            for number in range(first + 1, rows.line_num + 1):  # a quote without an end takes many lines
+                what = f"{file.path}:{number}: a line of the invalid row at line {first}"
+                options.on_error(PrepError(what, error.why, error.hint))
         if values is not None:
             yield Record(values, place, lines.nbytes - done_nbytes)
             done_nbytes = lines.nbytes

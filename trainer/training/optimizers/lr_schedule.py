@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +13,10 @@ from jax import Array
 
 from trainer.recipe import warmup_decay
 from trainer.recipe.optimizer_tables import PALM_REFERENCE_LR, OptimizerTable, PalmTable
+from trainer.recipe.resolve import OPEN_SCHEDULES
 
 LATER_FIELDS = ("initial", "cooldown")  # absent from manifests that were written before
+OPEN_FIELDS = ("end", "decay")  # of schedules that reach no end, these have no effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,21 @@ class LRSchedule:
         """Return the fields for a manifest, without later fields at their defaults, so that earlier runs resume."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value or name not in LATER_FIELDS}
+
+
+def changed_fields(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which two schedules of manifests differ, without those that have no effect in both.
+
+    Args:
+        before: Fields of the manifest of a checkpoint.
+        after: Fields of the resuming run.
+
+    Returns:
+        The value before and after, by field; None for a missing one.
+    """
+    is_open = {before.get("kind"), after.get("kind")} <= {*OPEN_SCHEDULES}
+    names = [name for name in {**before, **after} if not (is_open and name in OPEN_FIELDS)]
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 
 
 def build_lr_schedule(table: OptimizerTable, steps: int) -> LRSchedule:

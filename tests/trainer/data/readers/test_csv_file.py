@@ -62,6 +62,18 @@ def test_unclosed_quote_is_named(tmp_path: Path):
         read_csv(tmp_path / "a.csv", b'id,text\n1,"a\n2,b\n')
 
 
+@pytest.mark.parametrize(
+    ("rows", "n_lines"), [(b'1,"a\n2,b\n3,c\n', 3), (b'1,"a\n2,b\n3,"c"\n4,d\n', 3), (b'1,"a\n2","b",c\n4,d\n', 2)]
+)
+def test_each_line_of_an_invalid_row_is_reported(tmp_path: Path, rows: bytes, n_lines: int):
+    errors: list[PrepError] = []
+    read_csv(tmp_path / "a.csv", b"id,text\n0,x\n" + rows, ReadOptions(errors.append))
+    assert [error.what.partition(": ")[0] for error in errors] == [
+        f"{tmp_path}/a.csv:{number}" for number in range(3, 3 + n_lines)
+    ]
+    assert errors[1].what.endswith("a line of the invalid row at line 3")
+
+
 def test_invalid_header_is_never_skipped(tmp_path: Path):
     with pytest.raises(PrepError, match=r"a.csv:1: two columns are named `id`"):
         read_csv(tmp_path / "a.csv", b"id,id\n1,2\n", ReadOptions(lambda error: None))

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.corpus import EOS, make_config, tokenize_quietly
 from trainer.data.readers import ids_file
 from trainer.data.store import MappedTokens
+from trainer.data.tokenize import tokenize_files
 from trainer.models.errors import PrepError
 
 IDS = [5, 6, EOS, 7, EOS, EOS, 8, 9]
@@ -48,6 +49,17 @@ def test_rows_of_an_array_are_documents(tmp_path: Path):
 def test_large_ids_are_stored_unchanged(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.array([70_000, 1]))
     assert read_tokens(tmp_path / "a.npy", vocab=80_000).ids.tolist() == [70_000, 1]
+
+
+def test_settings_without_effect_on_ids_are_noted(tmp_path: Path):
+    np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
+    notes: list[str] = []
+    config = make_config(
+        tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, prepend_text="the", bos_id=1, add_bos=True
+    )
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
+    assert tokens.ids.tolist() == IDS
+    assert "token ids are stored as they are, without `data.add_bos` and `data.prepend_text`" in notes
 
 
 @pytest.mark.parametrize("bad", [-1, 300])

@@ -1,0 +1,48 @@
+"""Types of the values that a recipe sets in a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.models.config_overrides import override_fields
+from trainer.models.errors import UsageError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("tie_word_embeddings", "yes", "true or false"),
+        ("tie_word_embeddings", 1, "true or false"),
+        ("pad_token_id", "x", "an integer"),
+        ("bos_token_id", True, "an integer"),
+        ("attention_dropout", "x", "a number"),
+        ("rms_norm_eps", "x", "a number"),
+    ],
+)
+def test_field_without_a_value_takes_its_type_only(field: str, value: object, kind: str):
+    with pytest.raises(UsageError) as caught:
+        override_fields(LLAMA, {field: value})
+    assert caught.value.what == f"`model.overrides` sets `{field}` to {value!r}"
+    assert caught.value.why.startswith(f"it must be {kind}, such as ")
+
+
+def test_field_without_a_value_can_be_set():
+    values = {"tie_word_embeddings": True, "pad_token_id": 0, "attention_dropout": 0.1, "eos_token_id": [1, 2]}
+    assert override_fields(LLAMA, values) == LLAMA | values
+
+
+def test_rate_that_the_config_has_as_an_integer_takes_a_number():
+    config = LLAMA | {"attention_dropout": 0, "rope_theta": 10000}
+    assert override_fields(config, {"attention_dropout": 0.1, "rope_theta": 5e5})["rope_theta"] == 5e5

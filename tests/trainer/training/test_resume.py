@@ -1,0 +1,54 @@
+"""Whether a run may resume with other keys, data or another learning rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import make_job, make_setup
+from trainer.models.errors import PrepError
+from trainer.training.optimizers.lr_schedule import LRSchedule
+from trainer.training.resume import check_resumable
+
+STEPS, MORE_STEPS = 20, 30
+
+
+def schedule(kind: Any, **changes: Any) -> LRSchedule:
+    """Return the schedule of a run of STEPS steps."""
+    fields: dict[str, Any] = {"peak": 1e-2, "end": 1e-3, "warmup": 3, "decay": STEPS}
+    return LRSchedule(kind=kind, **(fields | changes))
+
+
+def check(before: LRSchedule, after: LRSchedule) -> None:
+    """Check that a run with one schedule may resume with another one."""
+    job = make_job(make_setup(), steps=MORE_STEPS, manifest_fields={"rate": after.manifest_fields()})
+    check_resumable({"rate": before.manifest_fields()}, job, changed={}, step=1)
+
+
+@pytest.mark.parametrize("kind", ["constant", "rsqrt"])
+def test_run_without_a_decay_takes_more_steps(kind: str):
+    check(schedule(kind), schedule(kind, decay=MORE_STEPS, end=0.0))
+    with pytest.raises(PrepError, match="warmup 3 -> 4"):
+        check(schedule(kind), schedule(kind, warmup=4, decay=MORE_STEPS))
+
+
+def test_changed_schedule_is_named():
+    with pytest.raises(PrepError) as caught:
+        check(schedule("linear"), schedule("wsd", cooldown=5))
+    assert caught.value.what == "the learning rate schedule has changed since the run began"
+    assert caught.value.why == 'kind "linear" -> "wsd", cooldown not set -> 5'
+    assert caught.value.hint.startswith("`--restart`")
+
+
+def test_later_end_of_the_decay_has_a_hint():
+    with pytest.raises(PrepError, match=r"decay 20 -> 30 - `--set optimizer\.decay_steps=20` keeps it; `--restart`"):
+        check(schedule("cosine"), schedule("cosine", decay=MORE_STEPS))
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.eval_path", "data.tokenizer"])
+def test_moved_data_may_have_another_path(key: str):
+    job = make_job(make_setup(), manifest_fields={"data": "digest"})
+    check_resumable({"data": "digest"}, job, changed={key: (("a",), ("b",))}, step=1)
+    with pytest.raises(PrepError, match="the data has changed since the run began - other digest, now digest"):
+        check_resumable({"data": "other digest"}, job, changed={key: (("a",), ("b",))}, step=1)
