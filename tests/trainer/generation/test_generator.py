@@ -189,7 +189,7 @@ def test_greedy_file_has_tokens_of_every_config():
         assert {len(tokens) for tokens in entry["tokens"]} == {MAX_NEW_TOKENS}
 
 
-@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_MODELS))
+@pytest.mark.parametrize("name", slow_except(GOLDEN, FAST_MODELS[:1]))
 def test_greedy_file_matches_installed_transformers(name: str):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -219,7 +219,7 @@ def padded_generator(
     return make_generator(tiny, params, config, forward_config)
 
 
-@pytest.mark.parametrize("name", slow_except(("llama", "t5", "gpt_neo", "mistral"), ("llama", "gpt_neo")))
+@pytest.mark.parametrize("name", slow_except(("llama", "t5", "gpt_neo", "mistral"), ("llama",)))
 def test_sampled_tokens_do_not_depend_on_mesh(name: str):
     sharding = make_sharding_context(parse_mesh("1,2,4"))
     assert generate(padded_generator(name, sharding), PROMPTS) == sampled_on_one_device(name)
