@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection
-from pathlib import Path
 
 import pytest
 
-from tools.import_graph import ROOT, ROOTS, imported_names, package_of, read_graph
+from tools.import_graph import ROOTS, imported_names, module_paths, package_of, read_graph
 
 FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch", "transformers", "safetensors"}
 
@@ -77,7 +76,7 @@ COMPUTES = {  # modules that start jax, or list its devices
 
 PROTOCOLS = {"trainer.distributed", "trainer.distributed.process_group"}  # no framework: a package name and a protocol
 
-GRAPH = read_graph()
+MODULES = module_paths()  # their imports are read when a test needs them, not when tests are collected
 
 
 def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
@@ -85,21 +84,15 @@ def reachable(module: str, *, without: Collection[str] = ()) -> set[str]:
     reached: set[str] = set()
     queue = [module]
     while queue:
-        new = GRAPH.get(queue.pop(), set()) - reached - {*without}
+        new = read_graph().get(queue.pop(), set()) - reached - {*without}
         reached |= new
         queue += new
     return reached
 
 
-def path_of(module: str) -> Path:
-    """Return the file of a module."""
-    path = ROOT.joinpath(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
 def modules_in(package: str) -> list[str]:
     """Return all modules of a package."""
-    return [module for module in GRAPH if module == package or module.startswith(f"{package}.")]
+    return [module for module in MODULES if module == package or module.startswith(f"{package}.")]
 
 
 PURE = sorted({*PURE_MODULES, *(module for package in PURE_PACKAGES for module in modules_in(package))} - USES_NUMPY)
@@ -112,16 +105,16 @@ def test_imported_names_include_function_bodies():
 
 def test_graph_covers_the_packages():
     assert {"prepcli.planning.strided_copies", "trainer.models.axis_map"} <= reachable("prepcli.commands.export")
-    assert "numpy" in GRAPH["prepcli.engine.files"]
-    assert {*PURE_MODULES, *COMPUTES} <= set(GRAPH)
-    assert {package_of(module) for module in GRAPH} == {*ORDER, *ROOTS}
+    assert "numpy" in read_graph()["prepcli.engine.files"]
+    assert {*PURE_MODULES, *COMPUTES} <= set(MODULES)
+    assert {package_of(module) for module in MODULES} == {*ORDER, *ROOTS}
 
 
 @pytest.mark.parametrize("package", ORDER)
 def test_packages_import_only_packages_below_them(package: str):
     above = ORDER[ORDER.index(package) + 1 :]
     for module in modules_in(package):
-        assert not [name for name in GRAPH[module] if package_of(name) in above], module
+        assert not [name for name in read_graph()[module] if package_of(name) in above], module
 
 
 @pytest.mark.parametrize("number", range(len(PLANNING)))
@@ -154,7 +147,7 @@ def test_conversions_import_only_models_and_recipes(module: str):
 
 
 def test_modules_have_no_import_cycle():
-    assert [module for module in GRAPH if module in reachable(module)] == []
+    assert [module for module in MODULES if module in reachable(module)] == []
 
 
 def test_formats_are_independent_of_models_and_plans():
@@ -171,7 +164,9 @@ def test_engine_is_independent_of_models_and_formats(module: str):
 
 
 def test_only_api_and_cli_import_commands():
-    users = {name for name in GRAPH for other in GRAPH[name] if other.startswith("prepcli.commands.")}
+    users = {
+        name for name, imports in read_graph().items() for other in imports if other.startswith("prepcli.commands.")
+    }
     outside = {name for name in users if not name.startswith("prepcli.commands.")}
     assert {package_of(name) for name in outside} == {"prepcli.api", "prepcli.cli"}
 
@@ -204,7 +199,7 @@ def test_attributes_used_include_function_bodies():
     "module", [module for module in modules_in("trainer") if package_of(module) != "trainer.distributed"]
 )
 def test_only_distributed_asks_for_processes(module: str):
-    used = attributes_used(path_of(module).read_text())
+    used = attributes_used(MODULES[module].read_text())
     assert module in NAMES_PROCESSES or not PROCESS_QUERIES & used
     assert module in READS_ENVIRONMENT or not ENVIRONMENT & used
-    assert module in NAMES_PROCESSES or "trainer.models.launchers" not in GRAPH[module]
+    assert module in NAMES_PROCESSES or "trainer.models.launchers" not in read_graph()[module]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,11 +24,16 @@ def imported_names(text: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def read_graph() -> dict[str, set[str]]:
-    """Return, per module, the project's modules and the top-level names of third-party packages that it imports."""
+def module_paths() -> dict[str, Path]:
+    """Return the file of each module of the project."""
     paths = [path for root in ROOTS for path in (ROOT / root).rglob("*.py")]
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    graph = {}
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+@cache
+def read_graph() -> Mapping[str, set[str]]:
+    """Return, per module, the project's modules and the top-level names of third-party packages that it imports."""
+    modules, graph = module_paths(), dict[str, set[str]]()
     for module, path in modules.items():
         names = set(imported_names(path.read_text()))
         third_party = {name.partition(".")[0] for name in names} - {*ROOTS, *sys.stdlib_module_names}

@@ -12,6 +12,7 @@ from trainer.models.errors import PrepError
 from trainer.models.remat import RematPolicy
 
 
+@pytest.mark.slow  # compiles training steps
 def test_main_prints_a_line_per_length_and_policy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Use as many devices as all tests have, since JAX counts them once per process."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")

@@ -10,6 +10,7 @@ from bench import compiled_step
 from bench.model_configs import MODEL_CONFIGS
 
 
+@pytest.mark.slow  # compiles a training step
 def test_main_prints_memory_and_collectives(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(MODEL_CONFIGS, "small", MODEL_CONFIGS["small"] | {"hidden_size": 64})
     compiled_step.main(["--tokens", "64", "--mesh", "1,2,2", "--ffn-chunk", "32"])

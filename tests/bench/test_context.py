@@ -54,6 +54,7 @@ def test_methods_differ_in_what_computes_in_chunks():
     assert [config.head_chunk_size for config in configs] == [-1, -1, 512]
 
 
+@pytest.mark.slow  # compiles three training steps
 def test_main_measures_memory_and_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(context, "METHODS", (ALL_CHUNKS,))
     monkeypatch.setitem(MODEL_SIZES, "small", LLAMA)

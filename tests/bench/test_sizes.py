@@ -11,12 +11,13 @@ from bench.models import tensor_entries, write_model
 from bench.published import PUBLISHED, published_config
 from bench.sizes import SizeRow, largest_aliases, sizes_text
 from prepcli.cli.main import main
+from tests.helpers.slow_cases import slow_except
 from trainer.models.registry import FAMILIES, family_of
 
 LAYERS = 2  # layers of each model; widths are as published
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_except(PUBLISHED, list(PUBLISHED)[::9]))
 def test_every_alias_is_planned(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = published_config(name, layers=LAYERS)
     nbytes = write_model(tmp_path / "m", config, sparse=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.helpers import runs
+from tests.helpers.shared_steps import SharedResults
 from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.recipe.optimizer_tables import OPTIMIZER_TABLES
 from trainer.training import feed
@@ -41,10 +42,12 @@ def make_optimizer(name: str, **keys: Any) -> Optimizer:
     return build_optimizer(OPTIMIZER_TABLES[name].model_validate(values), STEPS)  # pyright: ignore[reportArgumentType]
 
 
-def compile_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """Return the compiled training step of a setup."""
+def _jit_step(setup: StepSetup) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(setup))
     return jax.jit(partial(train_step, setup=setup), out_shardings=(shardings, None))
+
+
+compile_step = SharedResults(_jit_step)  # the training step of a setup, compiled once for equal setups
 
 
 @cache

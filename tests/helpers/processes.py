@@ -11,6 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from prepcli.launch import local
+from tests import CACHE, FLAGS
+
+COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # as in the process of the tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ def start_processes(
             [*change.prefix, sys.executable, "-m", module, *words, *change.words],
             cwd=cwd,
             env=local.process_environment(os.environ, index=index, count=count, port=port, devices=devices)
+            | {name: os.environ[name] for name in COMPILATION if name in os.environ}
             | dict(env or {})
             | dict(change.env),
             stdin=stdin.open() if stdin and index == 0 else subprocess.DEVNULL,

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.test_imports import ORDER
 from tools.import_graph import package_graph, read_graph
 from tools.package_diagram import draw, layer_numbers, reachable, transitive_reduction
 
 PICTURE = Path(__file__).parents[2] / "docs" / "explanation" / "packages.svg"
-IMPORTS = package_graph(read_graph())
 CHAIN = {"prepcli.a": {"prepcli.b", "trainer.c"}, "prepcli.b": {"trainer.c"}, "trainer.c": set[str]()}
 ARROW = re.compile(r'<polyline points="([^"]*)" data-from="([^"]*)" data-to="([^"]*)"/>')
 
 
-def test_picture_is_up_to_date():
-    assert PICTURE.read_text() == draw(IMPORTS), "python -m tools.package_diagram > docs/explanation/packages.svg"
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    return package_graph(read_graph())
+
+
+def test_picture_is_up_to_date(imports: dict[str, set[str]]):
+    assert PICTURE.read_text() == draw(imports), "python -m tools.package_diagram > docs/explanation/packages.svg"
 
 
 def test_picture_has_every_package_once():
@@ -33,13 +39,13 @@ def test_arrows_point_down():
         assert heights[0] < heights[-1]
 
 
-def test_arrows_stand_for_the_imports_and_no_others():
-    drawn: dict[str, set[str]] = {package: set() for package in IMPORTS}
+def test_arrows_stand_for_the_imports_and_no_others(imports: dict[str, set[str]]):
+    drawn: dict[str, set[str]] = {package: set() for package in imports}
     for _, upper, lower in ARROW.findall(PICTURE.read_text()):
         drawn[upper].add(lower)
-    for package, names in IMPORTS.items():
+    for package, names in imports.items():
         assert drawn[package] <= names
-        assert reachable(drawn, package) == reachable(IMPORTS, package)
+        assert reachable(drawn, package) == reachable(imports, package)
 
 
 def test_transitive_reduction_omits_implied_imports():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +100,16 @@ def test_modules_of_a_model_with_an_encoder(tmp_path: Path):
 
 
 def test_loss_sums_of_modules_are_those_of_the_logits(model: Path):
-    pytest.importorskip("flax")
+    nnx = pytest.importorskip("flax.nnx")
     module, (linen, variables) = prep.nnx_model(model), prep.linen_model(model)
     targets, weights = TOKENS + 1, jnp.ones(TOKENS.shape).at[0, 0].set(0)
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(module(TOKENS)), targets[..., None], 2)[..., 0]
-    sums = module.loss_sums(TOKENS, targets, weights)
+    logits = nnx.jit(lambda module, tokens: module(tokens))(module, TOKENS)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0]
+    sums = nnx.jit(lambda module, *batch: module.loss_sums(*batch))(module, TOKENS, targets, weights)
     np.testing.assert_allclose(sums.loss, (losses * weights).sum(), rtol=1e-6)
     assert sums.weight == 23
-    assert linen.apply(variables, TOKENS, targets, weights, method="loss_sums") == sums
+    loss_sums = jax.jit(partial(linen.apply, method="loss_sums"))
+    assert loss_sums(variables, TOKENS, targets, weights) == sums
 
 
 def test_models_of_a_config_have_random_parameters_by_seed():
@@ -129,9 +132,9 @@ def test_linen_init_makes_the_tree_of_prep():
     assert (initial["params"]["final_norm"]["scale"] == 1).all()
 
 
-@pytest.mark.parametrize("name", slow_except(FLAX_CONFIGS, ("gpt2", "llama", "t5")))
+@pytest.mark.parametrize("name", slow_except(FLAX_CONFIGS, ("gpt2",)))
 def test_hf_flax_trees_equal_an_export(tmp_path: Path, name: str):
-    """GPT-2 fuses queries, keys and values; Llama has a head of its own; T5 has two stacks."""
+    """GPT-2 fuses queries, keys and values."""
     serialization = pytest.importorskip("flax.serialization")
     model = tmp_path / "model"
     make_checkpoint(model, FLAX_CONFIGS[name])

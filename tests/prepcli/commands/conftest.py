@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.faults import FaultSources, make_sources
 from tests.helpers.killing import KillSetup, make_setup
+from tests.helpers.shared_steps import share_steps
 from tests.helpers.training_folder import make_training_folder
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_steps() -> Iterator[None]:
+    """Compile each training step and each decoding step once: tests of other packages replace what they trace."""
+    with share_steps():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from prepcli.planning.boxes import full_box
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.killing import read_files
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
 from tests.prepcli.formats.test_orbax import run_orbax
 
@@ -45,8 +46,10 @@ def test_orbax_restores_compressed_checkpoint(tmp_path: Path, model: dict[str, n
     run_orbax("compare", tmp_path / "expected.json", tmp_path / "packed")
 
 
-@pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("base", "dtype"), slow_except(CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")]))
 def test_commands_read_compressed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: dict, dtype: str):
     monkeypatch.chdir(tmp_path)
     tensors = make_checkpoint(tmp_path / "model", base, dtype)

@@ -76,7 +76,7 @@ def test_dropped_training_state_is_listed(capsys: pytest.CaptureFixture[str]):
     assert json.loads(capsys.readouterr().out)["accounting"]["dropped"] == []
 
 
-@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
+@pytest.mark.parametrize("model", slow_except(MODELS, MODELS[::2]), ids=[model.name for model in MODELS])
 def test_flax_export_equals_file_of_transformers(model: Path):
     run_ok("save-init", str(model / "hf"), "--out", "init")
     run_ok("export", "init", "--layout", "hf-flax", "--out", "out")
@@ -129,10 +129,16 @@ FORMS = [
     for tied in (True, False)
     for dtype in ("float32", "bfloat16")
 ]
+FAST_FORMS = [
+    ("gpt_neo", "hf-flax", True, "bfloat16"),
+    ("llama", "hf-flax", False, "float32"),
+    ("llama", "easylm", False, "bfloat16"),
+]
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "tied", "dtype"), slow_except(FORMS, lambda form: form[2] == (form[3] == "float32"))
+    ("family", "layout", "tied", "dtype"),
+    slow_except(FORMS, FAST_FORMS),
 )
 def test_flax_export_round_trips(family: str, layout: str, tied: bool, dtype: str):
     tensors = make_checkpoint(Path("m"), BASES[family], dtype, tied, legacy=True)

@@ -24,6 +24,7 @@ TINY_VALUES = (
 )
 
 
+@pytest.mark.slow  # test_seed_recipes trains a recipe with these keys
 def test_long_context_recipes_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -84,13 +84,15 @@ def load_ours(base: str, adapter: str) -> tuple[ModelSpec, Any]:
         return model, init_state(reader, setup, adapter_reader)["params"]
 
 
-@pytest.mark.parametrize("case", slow_except(list(CASES), ["llama", "gpt2", "phi3", "gpt_neox"]))
+@pytest.mark.parametrize("case", slow_except(list(CASES), ["llama", "gpt2", "phi3"]))
 def test_adapter_of_peft_has_equal_logits(case: str):
     peft_model = make_peft_model(*CASES[case])
     model, params = load_ours("base", "adapter")
     with torch.no_grad():
         expected = peft_model(torch.from_numpy(TOKENS).long()).logits.numpy()
-    logits = transformer.compute_logits(params, jnp.asarray(TOKENS), model, ForwardConfig())
+    logits = jax.jit(lambda params: transformer.compute_logits(params, jnp.asarray(TOKENS), model, ForwardConfig()))(
+        params
+    )
     np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
@@ -115,10 +117,13 @@ def peft_gradients(model: Any, module: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("case", "modules"),
-    [
-        ("llama", {"self_attn.q_proj": ["attn.q"], "mlp.down_proj": ["mlp.down"]}),
-        ("gpt2", {"attn.c_attn": ["attn.q", "attn.k", "attn.v"], "mlp.c_proj": ["mlp.down"]}),
-    ],
+    slow_except(
+        [
+            ("llama", {"self_attn.q_proj": ["attn.q"], "mlp.down_proj": ["mlp.down"]}),
+            ("gpt2", {"attn.c_attn": ["attn.q", "attn.k", "attn.v"], "mlp.c_proj": ["mlp.down"]}),
+        ],
+        lambda case: case[0] == "gpt2",  # which fuses queries, keys and values, and transposes weights
+    ),
 )
 def test_loss_and_gradients_equal_those_of_peft(case: str, modules: dict[str, list[str]]):
     peft_model = make_peft_model(*CASES[case])

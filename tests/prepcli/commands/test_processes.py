@@ -56,7 +56,7 @@ def shares(count: int) -> list[str]:
     return [f"{count}/{index}" for index in range(count)]
 
 
-@pytest.mark.parametrize("name", slow_except(COMMANDS, ["pad-vocab", "compress"]))
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["pad-vocab"]))
 def test_processes_write_the_same_bytes_without_extra_reads(setup: KillSetup, name: str):
     expected_nbytes = setup.undisturbed(name).report["bytes"]
     processes = [start_command(setup, name, "out", "--json", "--processes", share) for share in shares(3)]
@@ -69,7 +69,7 @@ def test_processes_write_the_same_bytes_without_extra_reads(setup: KillSetup, na
     shutil.rmtree(setup.folder / "out")
 
 
-@pytest.mark.parametrize("name", slow_except(COMMANDS, ["export", "cast"]))
+@pytest.mark.parametrize("name", slow_except(COMMANDS, ["cast"]))
 def test_workers_write_the_same_bytes(setup: KillSetup, name: str):
     report, stderr = run(setup, name, "out", "--json", "--workers", "2", "--memory", "200MiB", "--progress", "lines")
     assert read_files(setup.folder / "out") == setup.expected_files(name)

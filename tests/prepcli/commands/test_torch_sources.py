@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.helpers.pickle_builder import (
     make_zip_file,
 )
 from tests.helpers.run_cli import error_lines, run_json, run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
 
 FAMILIES = pytest.mark.parametrize("base", [GPT_NEO, LLAMA], ids=["gpt_neo", "llama"])
@@ -50,8 +52,10 @@ def write_weights_folder(folder: str, weights: bytes, file: str = "pytorch_model
 # Without torch
 
 
-@FAMILIES
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPE_CASES = [(base, dtype) for base in (GPT_NEO, LLAMA) for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("base", "dtype"), slow_except(DTYPE_CASES, [(GPT_NEO, "bfloat16"), (LLAMA, "float32")]))
 def test_init_from_bin_equals_safetensors(base: dict[str, Any], dtype: str) -> None:
     tensors = make_checkpoint(Path("m"), base, dtype, legacy=True)
     write_weights_folder("b", make_torch_file(tensors))
@@ -218,9 +222,11 @@ def test_manifest_records_bin_file_size() -> None:
 # With torch
 
 
-@FAMILIES
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-@pytest.mark.parametrize("files", [1, 3])
+SAVED_FORMS = list(itertools.product((GPT_NEO, LLAMA), (False, True), (1, 3)))
+FAST_SAVED_FORMS = [(GPT_NEO, True, 1), (LLAMA, False, 3)]
+
+
+@pytest.mark.parametrize(("base", "legacy", "files"), slow_except(SAVED_FORMS, FAST_SAVED_FORMS))
 def test_files_saved_by_torch_convert(base: dict[str, Any], legacy: bool, files: int) -> None:
     pytest.importorskip("torch")
     from tests.helpers.torch_checkpoints import to_torch as as_torch

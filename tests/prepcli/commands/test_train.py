@@ -24,14 +24,12 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
-from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from trainer.data.store_writer import TokenWriter, build_store
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
-DEFAULT_FLAGS = ""  # XLA compiles with all optimizations, as for users
 BLOCKWISE_ON_TWO_DEVICES = (
     "mesh=1,2,1",
     "model.dtype=bfloat16",
@@ -123,19 +121,28 @@ def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.Cap
     assert read_step_files("runs/recipe") == read_step_files("unbroken")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    slow_except([os.environ["XLA_FLAGS"], DEFAULT_FLAGS], [os.environ["XLA_FLAGS"]]),
-    ids=["few optimizations", "all optimizations"],
-)
-def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path, flags: str):
-    """Each process compiles the step on its own; other tests share the executables of one compilation cache."""
-    settings = [word for setting in BLOCKWISE_ON_TWO_DEVICES for word in ("--set", setting)]
-    variables = {"JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_FLAGS": flags}
+def run_compiled_apart(*words: str, settings: Sequence[str], code: int = OK, **variables: str) -> None:
+    """Train in a process that compiles the step on its own; other tests share compiled steps."""
+    sets = [word for setting in settings for word in ("--set", setting)]
+    running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
+    out, _ = running.communicate(timeout=300)
+    assert running.returncode == code, out
+
+
+def test_separately_compiled_runs_end_in_the_same_bits(work_dir: Path):
+    settings = ("mesh=1,1,1", "train.steps=2", "data.holdout=0")
+    for run in ("one", "other"):
+        run_compiled_apart("--out", run, settings=settings, JAX_NUM_CPU_DEVICES="1")
+    assert read_losses("one") == read_losses("other")
+    assert read_step_files("one", 2) == read_step_files("other", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [os.environ["XLA_FLAGS"], ""], ids=["few optimizations", "flags of users"])
+def test_separately_compiled_run_resumes_to_the_same_bits(work_dir: Path, flags: str):
+    variables = {"JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": flags}
     for run, words, code in [("unbroken", (), OK), ("broken", ("--stop-after", "3"), STOPPED), ("broken", (), OK)]:
-        running = start_train("--out", run, *settings, *words, **variables)
-        out, _ = running.communicate(timeout=300)
-        assert running.returncode == code, out
+        run_compiled_apart("--out", run, *words, settings=BLOCKWISE_ON_TWO_DEVICES, code=code, **variables)
     assert read_losses("broken") == read_losses("unbroken")
     assert read_step_files("broken", 6) == read_step_files("unbroken", 6)
 

@@ -174,10 +174,11 @@ def test_other_objects_are_not_a_run(store: FakeObjectStore, capsys: pytest.Capt
 
 
 def test_two_processes_save_what_one_resumes(store: FakeObjectStore):
+    """They resume a step of one process."""
+    assert train("--out", URL, "--stop-after", "1", "-q") == STOPPED
     run_ok(2, "--stop-after", "2", code=STOPPED)
-    assert saved(store) == [1, 2]
-    run_ok(1, "--stop-after", "1", code=STOPPED)
-    run_ok(2)
+    assert saved(store) == [2, 3]
+    assert train("--out", URL, "-q") == OK
     assert saved(store) == [3, 4]
     assert main(["verify", URL, "-q"]) == OK
 

@@ -31,6 +31,7 @@ def check_codes(results: list[tuple[int, str, str]], code: int = OK) -> None:
     assert [result[0] for result in results] == [code] * len(results), results
 
 
+@pytest.mark.slow  # test_train_buckets shows it too
 def test_one_process_resumes_a_step_of_two(work_dir: Path):
     check_codes(finish(start("run", 2, "--stop-after", "2", steps=3)), STOPPED)
     assert saved_steps(Path("run")) == [1, 2]
@@ -41,6 +42,7 @@ def test_one_process_resumes_a_step_of_two(work_dir: Path):
     assert saved_steps(Path("run")) == [1, 2, 3]
 
 
+@pytest.mark.slow  # test_step_writer shows it without a training
 def test_failed_save_ends_all_processes(work_dir: Path):
     """The save in the background fails in process 0: something else has the name of the step."""
     Path("run").mkdir()

@@ -21,6 +21,7 @@ from tests.helpers.object_server import serve_objects
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.range_server import serve_ranges
 from tests.helpers.run_cli import run_ok
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.torch_checkpoints import to_torch, write_bin_folder
 from tests.helpers.training_folder import write_tokenizer
@@ -59,7 +60,10 @@ def make_source(kind: str) -> str:
     return kind
 
 
-@pytest.mark.parametrize("kind", ["tiny", "bin", "hf-flax", "easylm", "exported"])
+KINDS = ["tiny", "bin", "hf-flax", "easylm", "exported"]
+
+
+@pytest.mark.parametrize("kind", slow_except(KINDS, ["tiny", "hf-flax"]))
 def test_training_from_a_source_equals_training_from_its_init(kind: str):
     run_ok("save-init", "tiny", "--pad-vocab", "auto", "--mesh", "1,2,4", "--out", "init")
     assert comparable(train_two_steps(make_source(kind))) == comparable(train_two_steps("init"))
@@ -156,6 +160,7 @@ def test_stream_of_a_local_folder_is_rejected(capsys: pytest.CaptureFixture[str]
     assert (code, what) == (USAGE, "`--stream` has no effect")
 
 
+@pytest.mark.slow  # test_leaf_loading has two processes
 def test_two_processes_start_from_a_folder():
     assert main(["train", "recipe.toml", "--stop-after", "2", "-q", "--set", "model.path=tiny"]) == STOPPED
     words = ("train", "recipe.toml", "--stop-after", "2", "--set", "model.path=tiny", "--out", "two", "-q")

@@ -14,6 +14,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import PrepError
 from prepcli.execution.run_folder import RunFolder
+from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, save_steps
 from trainer.distributed.process_group import ProcessGroup
@@ -52,7 +53,7 @@ def own_leaves(state: TrainingState, group: ProcessGroup) -> dict[str, HostLeaf]
     }
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", slow_except([2, 3], [3]))
 def test_processes_write_the_files_of_one_process(init: Path, state: TrainingState, tmp_path: Path, count: int):
     save_steps(tmp_path / "one", init, {1: state, 2: state}, keep=1)
 

@@ -104,7 +104,7 @@ def loss_and_gradients(name: str, sharding: ShardingContext, **options: Any) -> 
             *(("llama", mesh) for mesh in MESHES),
             *((name, mesh) for name in ("gpt_neo", "mixtral") for mesh in MESHES[1:]),
         ],
-        (("llama", "1,2,4"), ("gpt_neo", "2,2,2"), ("mixtral", "2,2,2")),
+        (("llama", "1,2,4"), ("mixtral", "2,2,2")),  # the rules below have gpt_neo
     ),
 )
 def test_loss_and_gradients_do_not_depend_on_mesh(name: str, mesh: str):
@@ -148,15 +148,11 @@ RULES = {
     slow_except(
         [(rules, name, mesh) for rules in RULES for name in CONFIGS for mesh in ("1,2,4", "2,2,2", "dp:2,fsdp:4")],
         (
-            ("mp", "llama", "1,2,4"),
             ("dp", "llama", "2,2,2"),
             ("inner", "llama", "1,2,4"),
-            ("leaves", "llama", "2,2,2"),
             ("leaves", "mixtral", "1,2,4"),
             ("activations", "llama", "2,2,2"),
             ("changed preset", "gpt_neo", "2,2,2"),
-            ("flaxlm:1,1", "llama", "1,2,4"),
-            ("auto", "llama", "1,2,4"),
         ),
     ),
 )

@@ -100,7 +100,8 @@ def test_encoder_output_is_required_only_with_encoder():
 
 @pytest.mark.parametrize(("scan", "scan_axis"), slow_except(((False, 0), (True, 1)), ((False, 0),)))
 def test_init_does_not_depend_on_how_layers_are_stored(scan: bool, scan_axis: int):
-    variants = tiny_transformer(T5), tiny_transformer(T5, scan, scan_axis)
+    config = T5 | {"num_layers": 1, "num_decoder_layers": 2}
+    variants = tiny_transformer(config), tiny_transformer(config, scan, scan_axis)
     tensors, others = (
         tiny.tensors_from_params(jax.jit(lambda tiny=tiny: init_params(tiny.model, 7))()) for tiny in variants
     )
@@ -157,7 +158,7 @@ def test_config_selects_rows_of_gated_mlp(changes: dict[str, Any], tensor: str, 
 
 def test_lm_head_input_scale_is_applied_in_float32():
     """The scale 1 / sqrt(24), rounded to bfloat16, would change all logits."""
-    config = T5 | {"d_model": 24}
+    config = T5 | {"d_model": 24, "num_layers": 1, "num_decoder_layers": 1}
     tiny = tiny_transformer(config)
     forward_config = dataclasses.replace(UNSCANNED, dtype="bfloat16")
     batch = {name: jnp.asarray(ids) for name, ids in random_batch(29, 2, 7, has_source=True).items()}

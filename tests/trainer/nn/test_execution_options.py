@@ -50,8 +50,8 @@ FAMILY_CASES = [
     *((family, "named activations") for family in ("gemma2", "t5")),
 ]
 FAST_CASES = [
-    *(("llama-biases", name) for name in ("uneven tiles", "MLP chunks", "named activations", "offload")),
-    *(("mixtral", "all chunked"), ("t5", "all chunked")),
+    *(("llama-biases", name) for name in ("uneven tiles", "named activations", "offload")),
+    ("mixtral", "all chunked"),
 ]
 
 

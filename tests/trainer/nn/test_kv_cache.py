@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import HEAD_DIM, D, T, attend, make_arch, random_weights
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import FULL_ATTENTION
@@ -26,8 +27,11 @@ def make_cache(*windows: int, num_slots: int = T) -> KVCache:
     return empty_kv_cache(windows, (2, num_slots, 2, HEAD_DIM), "float32", UNSHARDED)
 
 
-@pytest.mark.parametrize("window", [FULL_ATTENTION, 1, 2, 3])
-@pytest.mark.parametrize("prefill_length", [1, 2, T - 1])
+CASES = [(window, length) for window in (FULL_ATTENTION, 1, 2, 3) for length in (1, 2, T - 1)]
+FAST = [(FULL_ATTENTION, 1), (1, 2), (2, T - 1), (3, 2)]
+
+
+@pytest.mark.parametrize(("window", "prefill_length"), slow_except(CASES, FAST))
 def test_attention_with_cache_matches_whole_sequence(window: int, prefill_length: int):
     whole = attend(X, WEIGHTS, window)
     cache, outputs = make_cache(window, num_slots=T + 3), []

@@ -158,13 +158,10 @@ LONG_MUTATIONS: dict[tuple[str, str], Mutation] = {  # mistakes that change long
     ("phi3-longrope", "another long factor"): change_rope(long_factors=(2.0, 3.0, 5.0, 9.1)),
 }
 
-FAST = (  # one for each part of the architecture
-    *(("gpt2", "epsilon 2 % off"), ("gpt_neo", "window 1 larger"), ("gpt_neo", "scaled scores")),
-    *(("gptj", "half-split rotary pairs"), ("opt", "positions from row 0"), ("opt", "norms after")),
-    *(("gemma", "norm scale without offset"), ("gemma2", "another score softcap"), ("gemma3_text", "swapped ropes")),
-    *(("llama-yarn", "no attention factor"), ("mixtral", "one expert per token"), ("t5", "unscaled LM head input")),
-    *(("t5", "bidirectional buckets"), ("t5-gated", "exact gelu of the encoder")),
-    *(("llama-dynamic", "another factor"), ("phi3-longrope", "another long factor"), ("t5", "one bucket less")),
+FAST = (  # one for each kind of part: norms, masks, rotary embeddings, positions, blocks, biases, experts, heads
+    *(("gpt2", "epsilon 2 % off"), ("gpt_neo", "window 1 larger"), ("gptj", "half-split rotary pairs")),
+    *(("opt", "positions from row 0"), ("gemma2", "another score softcap"), ("mixtral", "one expert per token")),
+    *(("t5", "unscaled LM head input"), ("llama-dynamic", "another factor"), ("t5", "one bucket less")),
 )
 
 

@@ -58,11 +58,13 @@ def test_plan_is_that_of_the_training_step():
     setup = build_step_setup(recipe, model_from_manifest(manifest), sharding=sharding, kernel="reference", steps=10)
     expected = compile_plan(setup, batch_shapes(runs.make_job(setup).train, 8, setup.sharding), "8 CPU devices")
     assert (plan.target, plan.is_upper_bound) == ("8 CPU devices", True)
+    assert plan.alias_nbytes >= 0.9 * plan.output_nbytes > 0, "the state is donated"
     cost_of_process = {"compile_s": 0, "host_nbytes": 0}
     assert plan.to_json() | cost_of_process == expected.to_json() | cost_of_process
     assert {collective.kind for collective in plan.collectives} >= {"all-gather", "all-reduce"}
 
 
+@pytest.mark.slow  # the plan above is of a donated state too
 def test_state_is_donated():
     """The batch of a model with an encoder has a source as well."""
     plan = compiled_plan(make_recipe(PAIRS), make_manifest(T5), parse_mesh("1,1,2"))

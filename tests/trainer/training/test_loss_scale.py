@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,11 +27,13 @@ def make_setup(scale: LossScale | None = DYNAMIC, dtype: str = "float16", **opti
     return dataclasses.replace(runs.make_setup(dtype=dtype, **options), loss_scale=scale)
 
 
-def losses(setup: StepSetup, steps: int = 8) -> list[float]:
-    """Return the mean loss of each step."""
+@cache
+def losses(scale: LossScale | None, dtype: str = "float16", accumulate: int = 1) -> list[float]:
+    """Return the mean losses of 8 steps."""
+    setup = make_setup(scale, dtype, accumulate=accumulate)
     step, job, state = compile_step(setup), runs.make_job(setup), runs.make_state(setup)
     means = []
-    for number in range(steps):
+    for number in range(8):
         state, metrics = step(state, feed.load_batch(job.train, job.order.rows(number), setup.sharding))
         means.append(float(metrics["loss"]) / float(metrics["weight"]))
     assert int(state["skipped"]) == 0
@@ -38,13 +41,13 @@ def losses(setup: StepSetup, steps: int = 8) -> list[float]:
 
 
 def test_float16_follows_float32():
-    expected = losses(make_setup(None, "float32"))
-    np.testing.assert_allclose(losses(make_setup(accumulate=2)), expected, rtol=5e-3)
+    expected = losses(None, "float32")
+    np.testing.assert_allclose(losses(DYNAMIC, accumulate=2), expected, rtol=5e-3)
 
 
 def test_loss_scale_changes_float32_by_rounding():
-    expected = losses(make_setup(None, "float32"))
-    actual = losses(make_setup(LossScale(1024.0, is_dynamic=False), "float32"))
+    expected = losses(None, "float32")
+    actual = losses(LossScale(1024.0, is_dynamic=False), "float32")
     np.testing.assert_allclose(actual, expected, rtol=2e-6)
 
 
@@ -76,9 +79,9 @@ def test_scale_grows_up_to_its_maximum():
 
 
 def test_static_scale_has_no_state():
-    setup = make_setup(LossScale(256.0, is_dynamic=False))
-    assert "loss_scale" not in runs.make_state(setup)
-    assert losses(setup, 2) == pytest.approx(losses(make_setup(), 2), rel=1e-3)
+    scale = LossScale(256.0, is_dynamic=False)
+    assert "loss_scale" not in runs.make_state(make_setup(scale))
+    assert losses(scale, accumulate=2)[:2] == pytest.approx(losses(DYNAMIC, accumulate=2)[:2], rel=1e-3)
 
 
 def test_resume_keeps_the_scale():

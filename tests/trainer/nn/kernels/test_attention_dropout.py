@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import Array
 
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.models.architecture import RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
@@ -107,8 +108,12 @@ def kept(dropout: AttentionDropout, q_positions: np.ndarray, kv_positions: np.nd
     return dropout.for_queries(jnp.asarray(q_positions)).apply(ones, jnp.asarray(kv_positions))[:, :, 0] > 0
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("options", [REFERENCE, *(AttentionOptions("blockwise", *sizes) for sizes in TILES[:2])])
+OPTIONS = [REFERENCE, *(AttentionOptions("blockwise", *sizes) for sizes in TILES[:2])]
+CASES = [(name, options) for name in MASKS for options in OPTIONS]
+FAST = [*zip(MASKS[::-1], OPTIONS)]  # each mask and each kernel
+
+
+@pytest.mark.parametrize(("name", "options"), slow_except(CASES, FAST))
 def test_kernels_match_exact_dropout(name: str, options: AttentionOptions):
     output, gradients = run_kernel(name, options)
     expected, expected_gradients = exact_results(name)
@@ -118,7 +123,7 @@ def test_kernels_match_exact_dropout(name: str, options: AttentionOptions):
     assert "bias" not in name or np.abs(expected_gradients["table"]).max() > 0.1
 
 
-@pytest.mark.parametrize("sizes", TILES)
+@pytest.mark.parametrize("sizes", slow_except([(sizes,) for sizes in TILES], [((8, 64),), ((-1, 7),)]))
 def test_mask_of_a_tile_is_part_of_the_whole_mask(sizes: tuple[int, int]):
     positions, kept_at = np.arange(LENGTH), jax.jit(partial(kept, make_dropout()))
     whole = np.asarray(kept_at(positions, positions))

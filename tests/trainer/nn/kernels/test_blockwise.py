@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
+from tests.helpers.slow_cases import slow_except
 from tests.trainer.nn.test_attention import make_arch
 from trainer.models.architecture import FULL_ATTENTION, NO_SOFTCAP, RelativePositionBias
 from trainer.nn.attention_mask import KV, AttentionMask
@@ -22,7 +23,8 @@ from trainer.nn.position_encoding import relative_position_buckets
 from trainer.nn.score_bias import ScoreBias
 
 UNIT_ROUNDOFF = 2.0**-24  # of float32
-SEEDS = (0, 4, 5, 8, 9, 12, 14, 50)  # their problems have every window, chunk size, mask, bias and softcap
+SEEDS = (0, 4, 5, 8, 9, 12, 14, 15, 24, 38, 50, 56, 272)
+FAST_SEEDS = (15, 24, 38, 56, 272)  # their problems have every window, chunk size, mask, bias and softcap
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def check_draw(seed: int) -> None:
         assert (abs(np.asarray(actual, np.float64) - reference) <= bounds[name] + 1e-30).all(), (seed, name)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", slow_except(SEEDS, FAST_SEEDS))
 def test_output_and_gradients_match_float64(seed: int):
     check_draw(seed)
 

@@ -23,7 +23,7 @@ def save_and_restore(state: TrainState, setup: StepSetup) -> TrainState:
     return restore_state(runs.MemoryReader(arrays), setup)
 
 
-@pytest.mark.parametrize(("name", "is_compact", "k"), slow_except(CASES, lambda case: case[2] == 3))
+@pytest.mark.parametrize(("name", "is_compact", "k"), slow_except(CASES, lambda case: case[1] and case[2] == 3))
 def test_resume_equals_the_uninterrupted_run(name: str, is_compact: bool, k: int):
     setup, step = compiled_run(name, is_compact=is_compact)
     at_k = take_steps(setup, runs.make_state(setup), until=k, step=step)
@@ -51,7 +51,7 @@ def test_state_nbytes_are_those_of_each_device(name: str):
     assert {*nbytes_by_device.values()} == {state_nbytes_per_device(setup)}
 
 
-@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("name", slow_except(KEYS, ("adafactor", "muon")))  # the others compute each element alone
 def test_steps_do_not_depend_on_the_mesh(name: str):
     optimizer = make_optimizer(name)
     setup, step = compiled_run(name)
