@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
     from trainer.distributed.sharding import ShardingContext
     from trainer.nn.model_spec import ModelSpec
+    from trainer.training.source_datasets import Datasets
 
 
 def prepare_run(
@@ -80,18 +82,8 @@ def prepare_run(
         force=request.force,
     )
     sampler = build_sampler(recipe, model, manifest["config"], files=start.tokenizer_folder, sharding=sharding)
-    folders = _token_folders(start, place, scratch_dir)
-    progress = tokenize_progress(ui)
-    datasets = build_datasets(
-        recipe,
-        model,
-        manifest=manifest,
-        folders=folders,
-        group=group,
-        remote=DataFinder(make_access(ui, offline=request.offline), ui.note),
-        progress=progress,
-        note=ui.note,
-    )
+    build = partial(build_datasets, recipe, model, manifest=manifest, group=group)
+    datasets = _tokenize(build, _token_folders(start, place, scratch_dir), ui, offline=request.offline)
     job = setup.build_job(
         recipe,
         model,
@@ -124,6 +116,12 @@ def prepare_run(
     if group.index == 0:  # the others may not see the run's folder
         _check_job(run, start.state_reader.manifest, model, ui)
     return run
+
+
+def _tokenize(build: Callable[..., Datasets], folders: Mapping[str, Path], ui: Ui, *, offline: bool) -> Datasets:
+    """Tokenize the data with progress; `build` is `build_datasets` with its other arguments."""
+    remote = DataFinder(make_access(ui, offline=offline), ui.note)
+    return build(folders=folders, remote=remote, progress=tokenize_progress(ui), note=ui.note)
 
 
 def _token_folders(start: StartCheckpoint, place: RunPlace, scratch_dir: Path | None) -> dict[str, Path]:
