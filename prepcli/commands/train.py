@@ -117,6 +117,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         stack.enter_context(start.reader)
         if start.adapters is not None:
             stack.enter_context(start.adapters)
+        if not (request.dry_run or start.resume_step):
+            check_repository(loaded.recipe.checkpoint, group, ui)  # before the data is tokenized
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
@@ -143,7 +145,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             with note_durable_work(lambda: missing_note(run)):
                 make_missing_exports(run, ui)
                 return push_last_step(run, finished_report(run), ui)
-        check_repository(run, ui)
+        if run.step:  # only now it is known whether the run is finished
+            check_repository(run.recipe.checkpoint, group, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
         with start.rename_in_errors():
