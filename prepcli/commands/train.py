@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
-from prepcli.commands.recipes import find_recipe
+from prepcli.commands.recipes import find_training_recipe
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_display import open_display
@@ -79,7 +79,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     Raises:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
-    loaded = load_recipe(find_recipe(request.recipe), request.overrides)
+    loaded = load_recipe(find_training_recipe(request.recipe), request.overrides)
     request.token_functions.check(loaded.recipe)
     silence_jax(ui)
     if loaded.recipe.train.reduction == "exact":
