@@ -15,12 +15,11 @@ from prepcli.commands.conversion import make_access
 from prepcli.commands.inspect_report import (
     ShapeAndDtype,
     count_line,
-    count_text,
     difference_line,
     header_lines,
     shape_fields,
 )
-from prepcli.console.formatting import format_bytes
+from prepcli.console.formatting import count_text, format_bytes
 from prepcli.console.ui import LEAVES, Cell, Report, Ui, format_table
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.errors import PrepError, usage_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prepcli.console.formatting import format_bytes
+from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.contents import CheckpointContents, TensorEntry, nbytes_below
 from prepcli.planning.state_names import OPT_STATE, PARAMS
 
@@ -61,11 +61,6 @@ def _layout_text(source: Mapping[str, Any]) -> str:
 def _step_text(contents: CheckpointContents) -> str:
     params, state = (format_bytes(nbytes_below(contents, root)) for root in (PARAMS, OPT_STATE))
     return f"step {contents.manifest['step']}: parameters {params}, optimizer state {state}"
-
-
-def count_text(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, in the plural unless it is 1."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def count_line(contents: CheckpointContents, entries: Sequence[TensorEntry]) -> str:

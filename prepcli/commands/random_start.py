@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from prepcli.errors import usage_error
-from prepcli.planning.plan import SmallFile
-from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
-from prepcli.targets.hf_folder import copied_files
+from prepcli.commands.tokenizer_files import random_start_files
+from prepcli.sources.source import CONFIG, read_config
 from prepcli.targets.training_step import StartModel
 from trainer.models.checkpoint_store import LeafSpec
 from trainer.models.config_overrides import override_fields
@@ -24,13 +22,6 @@ from trainer.recipe.model_table import Model
 
 if TYPE_CHECKING:
     from trainer.models.mesh import Mesh
-
-JSON_TOKENIZER, SENTENCEPIECE_TOKENIZER = "tokenizer.json", "tokenizer.model"
-TOKENIZERS = (JSON_TOKENIZER, SENTENCEPIECE_TOKENIZER, "spiece.model", "vocab.json", "merges.txt")
-TOKENIZER_SETTINGS = (  # other files of a folder that belong to its tokenizer
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +75,7 @@ def random_start(recipe: Recipe, mesh: Mesh, rules: Sequence[str]) -> StartModel
     """
     model = model_of_config(random_config(recipe.model))
     manifest = {**_model_manifest(model, mesh, rules), "name": _model_name(recipe.model)}
-    return StartModel(manifest, _tokenizer_files(recipe))
-
-
-def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
-    """Return the files of the tokenizer for each step: of a file that the recipe names, with the usual name."""
-    folder, prefix = tokenizer_folder(recipe), f"{HF_FOLDER}/"
-    named = Path(recipe.data.tokenizer or folder)
-    names = TOKENIZER_SETTINGS if named.is_file() else (*TOKENIZERS, *TOKENIZER_SETTINGS)
-    files = copied_files([folder / name for name in names if (folder / name).is_file()], folder, path_prefix=prefix)
-    if not named.is_file():
-        return files
-    (tokenizer,) = copied_files([named], folder)
-    name = SENTENCEPIECE_TOKENIZER if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix else JSON_TOKENIZER
-    return (replace(tokenizer, path=prefix + name), *files)
+    return StartModel(manifest, random_start_files(recipe))
 
 
 def _model_manifest(model: PlannedModel, mesh: Mesh, rules: Sequence[str]) -> dict[str, Any]:
@@ -120,20 +98,3 @@ def _model_name(table: Model) -> str:
     """Return the name of the model: its preset, or the folder of its config."""
     path = Path(table.config or "").resolve()
     return table.preset or (path.name if path.is_dir() else path.parent.name)
-
-
-def tokenizer_folder(recipe: Recipe) -> Path:
-    """Return the folder with the tokenizer of a random start.
-
-    Raises:
-        UsageError: Neither `data.tokenizer` is set, nor has the config's folder a tokenizer.
-    """
-    if recipe.data.tokenizer is not None:
-        path = Path(recipe.data.tokenizer)
-        return path if path.is_dir() else path.parent
-    folder = Path(recipe.model.config or "")
-    folder = folder if folder.is_dir() else folder.parent
-    if recipe.model.config is None or not any((folder / name).is_file() for name in TOKENIZERS):
-        why = "a random start has no checkpoint with a tokenizer"
-        raise usage_error("`data.tokenizer` is missing", why, '`tokenizer = "gpt2"` in [data], a folder or a file')
-    return folder

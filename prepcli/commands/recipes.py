@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prepcli.console.lists import join_names
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import PrepError, usage_error
 from trainer.models.mesh import parse_mesh
 from trainer.models.presets import preset_name
-from trainer.models.suggest import did_you_mean
+from trainer.models.suggest import did_you_mean, suggest
 from trainer.recipe import Recipe, load_recipe
 
 PACKAGE = Path(__file__).parents[1]
@@ -85,6 +86,30 @@ def find_recipe(path: Path) -> Path:
         hint = f"`{own}`, or a copy of the shipped recipe: `prep recipes copy {path} --out FILE`"
         raise usage_error(f"`{path}` is ambiguous", why, hint)
     return shipped
+
+
+def find_training_recipe(path: Path) -> Path:
+    """Return the recipe that a path names; see `find_recipe`.
+
+    Raises:
+        UsageError: The name stands for a shipped recipe and for a file, or there is no such file and it is similar to
+            the name of a shipped recipe.
+    """
+    recipe_path = find_recipe(path)
+    similar_file = suggest(path.name, [file.name for file in path.parent.glob(f"*{SUFFIX}")])
+    is_shipped_name = path.name == str(path) and not recipe_path.exists()
+    hint = _shipped_hint(path.name.removesuffix(SUFFIX)) if is_shipped_name and similar_file is None else ""
+    if hint:
+        raise usage_error(f"{path} does not exist", "a recipe is a TOML file, or the name of a shipped one", hint)
+    return recipe_path
+
+
+def _shipped_hint(name: str) -> str:
+    """Return a hint with the shipped recipes of a similar name; empty if there are none."""
+    shipped = _recipe_paths()
+    if name not in shipped and (names := [other for other in shipped if other.startswith(name)]):
+        return f"did you mean {join_names([f'`{other}`' for other in names])}?"
+    return did_you_mean(name, shipped)
 
 
 def recipes_folder() -> Path:

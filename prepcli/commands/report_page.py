@@ -11,6 +11,7 @@ from prepcli.console.formatting import format_bytes
 from prepcli.inspection.html_page import write_html_page
 from prepcli.inspection.run_chart import CHART_STYLE, RunCurve, color_of, run_chart
 from prepcli.inspection.run_record import RunRecord, SavedSample
+from trainer.training.metrics import EVAL_PREFIX
 
 CURVES = {  # metric -> heading
     "loss": "Training loss",
@@ -22,6 +23,8 @@ CURVES = {  # metric -> heading
     "memory_bytes": "Peak memory per device, GiB",
     "eval_accuracy": "Evaluation accuracy",
 }
+COUNTS = ("eval_tokens",)  # numbers of evaluations without a chart
+SOURCE_PREFIX = "tokens."  # of the tokens of each data source
 MAX_TITLE_NAMES = 3
 DIGEST_DIGITS = 12
 SCALES = {"memory_bytes": 1 / (1 << 30)}
@@ -94,14 +97,25 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield a chart of each metric, all with the same x axis."""
     yield '<div class="charts">'
     logged_steps = [line["step"] for run in runs for line in run.lines]
-    for metric, heading in CURVES.items():
+    for metric, heading in {**CURVES, **_further_curves(runs)}.items():
         scale = SCALES.get(metric, 1)
         points = [[(step, value * scale) for step, value in run.points(metric)] for run in runs]
         curves = [RunCurve(names[n], n, values) for n, values in enumerate(points) if values]
         if curves:
             svg = run_chart(curves, f"{heading} by step", (min(logged_steps), max(logged_steps)))
-            yield f"<section><h3>{heading}</h3>{svg}</section>"
+            yield f"<section><h3>{escape(heading)}</h3>{svg}</section>"
     yield "</div>"
+
+
+def _further_curves(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return the headings of the other values of evaluations, such as those of `metric_fn`, and of data sources."""
+    names = dict.fromkeys(name for run in runs for line in run.lines for name in line)
+    values = [name for name in names if name.startswith(EVAL_PREFIX) and name not in {*CURVES, *COUNTS}]
+    sources = [name for name in names if name.startswith(SOURCE_PREFIX)]
+    return {
+        **{name: f"Evaluation {name.removeprefix(EVAL_PREFIX).replace('_', ' ')}" for name in values},
+        **{name: f"Tokens of {name.removeprefix(SOURCE_PREFIX)}" for name in sources},
+    }
 
 
 def _samples_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:

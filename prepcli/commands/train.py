@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from prepcli.commands.conversion import make_access
 from prepcli.commands.machine import free_memory
 from prepcli.commands.random_start import RandomReader
-from prepcli.commands.recipes import find_recipe
+from prepcli.commands.recipes import find_training_recipe
 from prepcli.commands.train_checks import check_config
 from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_display import open_display
@@ -79,7 +79,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     Raises:
         PrepError: The recipe, the checkpoint, the data or the devices are invalid, or training failed.
     """
-    loaded = load_recipe(find_recipe(request.recipe), request.overrides)
+    loaded = load_recipe(find_training_recipe(request.recipe), request.overrides)
     request.token_functions.check(loaded.recipe)
     silence_jax(ui)
     if loaded.recipe.train.reduction == "exact":
@@ -117,6 +117,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         stack.enter_context(start.reader)
         if start.adapters is not None:
             stack.enter_context(start.adapters)
+        if not (request.dry_run or start.resume_step):
+            check_repository(loaded.recipe.checkpoint, group, ui)  # before the data is tokenized
         scratch_dir = Path(stack.enter_context(TemporaryDirectory(prefix="prep-"))) if request.dry_run else None
         run = prepare_run(
             loaded,
@@ -143,7 +145,8 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             with note_durable_work(lambda: missing_note(run)):
                 make_missing_exports(run, ui)
                 return push_last_step(run, finished_report(run), ui)
-        check_repository(run, ui)
+        if run.step:  # only now it is known whether the run is finished
+            check_repository(run.recipe.checkpoint, group, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
         with start.rename_in_errors():

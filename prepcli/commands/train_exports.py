@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conversion import CommonOptions
 from prepcli.commands.export import ExportRequest, export
@@ -18,6 +18,10 @@ from prepcli.engine.files import io_error
 from prepcli.execution.hub_push import check_push, parse_push_target
 from prepcli.execution.step_exports import StepExports
 from prepcli.remote.retries import retry_policy_from_env
+from trainer.recipe.run_tables import Checkpoint
+
+if TYPE_CHECKING:
+    from trainer.distributed.process_group import ProcessGroup
 
 EXPORTS_FOLDER = "exports"  # in the folder of a run
 
@@ -78,10 +82,14 @@ def remove_exports(run: Run) -> None:
         raise io_error(folder, error) from error
 
 
-def check_repository(run: Run, ui: Ui) -> None:
-    """Check before the first step that the hub accepts an upload; PrepError if it does not."""
-    if run.recipe.checkpoint.push is not None and run.group.index == 0:
-        target = parse_push_target(run.recipe.checkpoint.push, private=False)
+def check_repository(checkpoint: Checkpoint, group: ProcessGroup, ui: Ui) -> None:
+    """Check in process 0 that the hub accepts an upload, if the recipe names a repository.
+
+    Raises:
+        PrepError: It does not.
+    """
+    if checkpoint.push is not None and group.index == 0:
+        target = parse_push_target(checkpoint.push, private=False)
         check_push(target, retry_policy_from_env(os.environ, ui.note))
 
 

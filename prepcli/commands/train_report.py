@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.train_display import RunDisplay
-from prepcli.console.formatting import format_bytes
+from prepcli.console.formatting import count_text, format_bytes
 from prepcli.console.ui import Ui
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import KernelChoice
@@ -40,7 +40,7 @@ def run_summary_lines(job: Job, recipe: Recipe, step: int, *, kernel: KernelChoi
     if mesh is not None:
         axes = " x ".join(f"{name} {extent}" for name, extent in zip(mesh.names, mesh.sizes))
         state_size = format_bytes(state_nbytes_per_device(setup))
-        yield f"mesh {axes} = {mesh.n_devices} devices; {state_size} of parameters and moments per device"
+        yield f"mesh {axes} = {count_text(mesh.n_devices, 'device')}; {state_size} of parameters and moments per device"
         dims = {dim[0] for leaf in leaves.values() for dim in leaf.dims if dim}
         yield f"rules {', '.join(rule_texts(setup.forward_config.sharding.rules, dims))}"
     yield from filter(

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import output_config
-from prepcli.commands.random_start import RandomReader, random_config, random_start, tokenizer_folder
+from prepcli.commands.random_start import RandomReader, random_config, random_start
+from prepcli.commands.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Ui
 from prepcli.errors import usage_error
@@ -26,7 +27,7 @@ from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
-from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config
+from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config, small_files
 from prepcli.targets.hf_folder import copied_files
 from prepcli.targets.training_step import StartModel
 from trainer.models.rule_text import merge_rules
@@ -141,10 +142,15 @@ def open_last_step(place: RunPlace, step: int, *, verify: bool) -> StartCheckpoi
     return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER, int(reader.manifest["step"]), hint, name)
 
 
-def _open_orbax_start(path: Path, *, verify: bool) -> StartCheckpoint:
+def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheckpoint:
     """Open an Orbax checkpoint of prep: an init or a step of another run; see `open_reader`."""
     reader = open_reader(path, verify)
-    return StartCheckpoint(reader, reader.folder, reader.folder / HF_FOLDER)
+    folder = reader.folder / HF_FOLDER
+    if recipe.data.tokenizer is None:
+        return StartCheckpoint(reader, reader.folder, folder)
+    files = copied_files(small_files(folder), reader.folder, path_prefix=f"{HF_FOLDER}/")
+    model = StartModel(reader.manifest, with_recipe_tokenizer(files, recipe))
+    return StartCheckpoint(reader, reader.folder if model.small_files == files else model, folder)
 
 
 def open_model_start(
@@ -176,7 +182,7 @@ def open_model_start(
     check_stream(access.stream, located)
     path, is_local = located.local_files.path, located.local_files.remote is None
     if located.kind == "orbax" and is_local and _is_written_by_prep(path):
-        return _open_orbax_start(path, verify=verify)
+        return _open_orbax_start(path, recipe, verify=verify)
     check_batch(recipe, sharding)
     if (path / CONFIG).is_file():
         check_config(recipe_config(read_config(path / CONFIG), recipe.model))
@@ -185,7 +191,9 @@ def open_model_start(
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
     manifest = start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
     files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
-    return StartCheckpoint(reader, StartModel(manifest, files), _tokenizer_folder(source))
+    return StartCheckpoint(
+        reader, StartModel(manifest, with_recipe_tokenizer(files, recipe)), _tokenizer_folder(source)
+    )
 
 
 def _open_random_start(

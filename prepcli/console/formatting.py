@@ -109,6 +109,11 @@ def format_time_left(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min left"
 
 
+def count_text(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def _fitting_unit(nbytes: float) -> str:
     """Return the largest binary unit that shows as at least 1 after rounding; empty for bytes."""
     fitting = [unit for unit, scale in BINARY_UNITS.items() if nbytes >= scale - scale / 2048]

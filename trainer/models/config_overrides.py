@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.models.dropout_config import DROPOUT_SITES
-from trainer.models.errors import usage_error
+from trainer.models.errors import INVALID_CONFIG, PrepError, usage_error
 from trainer.models.parameters import Family, HFConfig
 from trainer.models.presets import PRESETS
 from trainer.models.registry import family_of, fields_read
@@ -26,15 +26,26 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
         overrides: Field -> value. A field of the config keeps its type.
 
     Raises:
-        UsageError: Neither the config nor its family has such a field, or the value has another type.
-        PrepError: The family is not supported, or the changed config is invalid.
+        UsageError: Neither the config nor its family has such a field, or the value has another type or is invalid.
+        PrepError: The family is not supported, or the config is invalid without the overrides.
     """
     changed = {**config, **(overrides or {})}
     if overrides:
         for field, value in overrides.items():
             _check_field(config, field, value)
-        family_of(config).arch_config(changed)
+        _check_values(config, overrides)
     return changed
+
+
+def _check_values(config: HFConfig, overrides: Mapping[str, Any]) -> None:
+    """Raise UsageError if a config is invalid because of its overrides; PrepError if it is without them."""
+    read_architecture = family_of(config).arch_config
+    try:
+        read_architecture({**config, **overrides})
+    except PrepError as error:
+        read_architecture(config)
+        why = error.why if error.what == INVALID_CONFIG else f"{error.what}: {error.why}"
+        raise usage_error(f"`{OVERRIDES_KEY}` is invalid", why, error.hint) from error
 
 
 def _check_field(config: HFConfig, field: str, value: Any) -> None:

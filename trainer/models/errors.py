@@ -7,6 +7,7 @@ from dataclasses import dataclass
 OK, FAILED, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 GET_AGAIN_HINT = "get or create the checkpoint again"
+INVALID_CONFIG = "config.json is invalid"  # a value in it is
 RERUN_HINT = "run the same command again"
 RESUME_HINT = f"{RERUN_HINT} to resume"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.models.architecture import ArchConfig
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import INVALID_CONFIG, PrepError, usage_error
 from trainer.models.parameters import HFConfig
 from trainer.models.registry import family_of
 from trainer.models.rope_config import MAX_FLOAT32, ROPE_TYPES, Rope
@@ -145,7 +145,7 @@ def override_rope(config: HFConfig, overrides: RopeOverrides) -> HFConfig:
         after = family.arch_config(changed)
     except PrepError as error:
         what = f"`{'`, `'.join(overrides.keys)}` cannot be applied to this {family.name} model"
-        raise usage_error(what, error.why if error.what == "config.json is invalid" else error.what) from error
+        raise usage_error(what, error.why if error.what == INVALID_CONFIG else error.what) from error
     _check_dynamic(before, after)
     return changed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_
 from trainer.data.remote_files import RemoteFiles
 from trainer.data.tokenizer import check_tokenizer_exists
 from trainer.distributed.sharding import ShardingContext
+from trainer.models.lora import RANK_ATOM, Adapters
+from trainer.models.param_tree import ParamLeaf
 from trainer.models.remat import OFFLOAD_NONE
 from trainer.planning.exact_reduction import reduction_shards
 from trainer.planning.step_inputs import check_token_split
@@ -99,3 +102,20 @@ def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[st
             yield f"{what}, but the run has {steps:,} steps: nothing is recorded"
         elif recipe.train.profile["start"] <= last_step:
             yield f"{what}, but the run resumes after step {last_step:,}: nothing is recorded"
+    if job.setup.model.adapters is not None:
+        yield from _rank_warnings(job.setup.model.adapters)
+
+
+def _rank_warnings(adapters: Adapters) -> Iterator[str]:
+    """Yield a warning if the rank of adapters is larger than the smallest dimension of a projection."""
+    rank = adapters.config.rank
+    size, path = min((_features(leaf), leaf.path) for leaf in adapters.leaves.values())
+    if rank > size:
+        target = path.rpartition(".")[0]
+        yield f"`lora.rank` is {rank:,}, but `{target}` has a dimension of {size:,}: a higher rank learns nothing more"
+
+
+def _features(leaf: ParamLeaf) -> int:
+    """Return the input features of an adapter's A, or the output features of its B."""
+    axes = (n for n, dim in enumerate(leaf.dims) if n != leaf.stack_axis and dim[:1] != (RANK_ATOM,))
+    return math.prod(leaf.shape[n] for n in axes)

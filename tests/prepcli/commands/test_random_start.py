@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.random_start import random_start, tokenizer_folder
+from prepcli.commands.random_start import random_start
+from prepcli.commands.tokenizer_files import tokenizer_folder
 from prepcli.errors import OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint, read_tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.recipes import find_recipe, recipes_folder
+from prepcli.commands.recipes import find_recipe, find_training_recipe, recipes_folder
 from prepcli.errors import FAILED, OK, USAGE, UsageError
 
 NAMES = sorted(path.stem for path in recipes_folder().glob("*.toml"))
@@ -74,6 +74,30 @@ def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe(tmp_path: Path, mon
         find_recipe(Path("gpt2"))
     Path("gpt2").mkdir()
     assert find_recipe(Path("gpt2")) == Path("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpt2.toml", "did you mean `gpt2`?"),
+        ("gpt-neo", "did you mean `gpt-neo-1.3b`, `gpt-neo-1.3b-wikitext`?"),
+        ("gtp2", "did you mean `gpt2`?"),
+    ],
+)
+def test_missing_training_recipe_suggests_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        find_training_recipe(Path(name))
+    assert (caught.value.what, caught.value.hint) == (f"{name} does not exist", hint)
+
+
+@pytest.mark.parametrize("name", ["folder/gpt2.toml", "unlike", "gpt2-mine.toml"])
+def test_missing_training_recipe_is_no_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2-mime.toml").touch()
+    assert find_training_recipe(Path(name)) == Path(name)
 
 
 def test_train_takes_the_name_of_a_shipped_recipe(

@@ -65,9 +65,21 @@ def test_page_has_curves_recipe_and_environment(tmp_path: Path, capsys: pytest.C
     assert (summary["loss"], summary["eval_loss"], summary["tokens_per_s"]) == (5 / 30, 5.0, 256.0)
     page = Page(run / "report.html")
     assert {"Training loss", "Evaluation loss", "Learning rate", "Tokens per second"} <= {*page.texts}
-    assert page.count("svg") == 4, "loss, evaluation loss, learning rate and tokens per second; no finite grad norm"
+    assert "Evaluation perplexity" in page.texts
+    assert page.count("svg") == 5, "two losses, learning rate, tokens per second, perplexity; no finite grad norm"
     assert {"optimizer.lr", "1e-3", "TPU v5p", "1,234", "30 / 40"} <= {*page.texts}
     assert any(tag == "meta" and attributes.get("name") == "viewport" for tag, attributes in page.tags)
+
+
+def test_page_has_a_curve_of_each_further_metric(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    with (run / METRICS_FILE).open("a") as file:
+        file.write('{"step": 31, "eval_top5_<b>": 0.5, "eval_name": "x", "eval_none": null, "tokens.web": 7}\n')
+    page = Page(prep.report(run).path)
+    assert page.texts.index("Evaluation top5 <b>") > page.texts.index("Tokens per second")
+    assert "Tokens of web" in page.texts
+    assert not {"Evaluation name", "Evaluation none", "Evaluation tokens"} & {*page.texts}
+    assert page.count("b") == 0
 
 
 def test_page_requests_nothing_and_escapes_names(tmp_path: Path):
@@ -84,7 +96,7 @@ def test_runs_are_overlaid_and_recipe_differences_marked(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["changed_keys"] == ["name", "optimizer.lr"]
     page = Page(tmp_path / "x.html")
     strokes = [attributes["stroke"] for tag, attributes in page.tags if tag == "polyline"]
-    assert strokes == ["var(--run0)", "var(--run1)"] * 4
+    assert strokes == ["var(--run0)", "var(--run1)"] * 5
     rows = re.findall(r'<tr class="changed"><td><code>(.*?)</code>', page.source)
     assert rows == ["name", "optimizer.lr"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prepcli.execution.run_place import TOKENS_FOLDER
 from prepcli.formats.manifest import read_manifest
 from prepcli.formats.run_steps import best_step, saved_steps
 from tests.helpers.fork_server import PREP, run_python, start_prep
@@ -209,7 +210,7 @@ def test_last_step_is_pushed_once(work_dir: Path):
     with serve_push_hub() as hub:
         refused = run(hub.url)
         assert not refused["ok"]
-        assert not saved_steps(Path("run")), "the hub is asked before the first step"
+        assert not Path("run", TOKENS_FOLDER).exists(), "the hub is asked before the data is tokenized"
         report = run(hub.url, HF_TOKEN=TOKEN)
         assert report["ok"], report
         assert report["pushed"]["repo"] == "o/m"

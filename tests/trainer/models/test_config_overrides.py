@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.models.config_overrides import override_fields
-from trainer.models.errors import UsageError
+from trainer.models.errors import PrepError, UsageError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -46,3 +46,21 @@ def test_field_without_a_value_can_be_set():
 def test_rate_that_the_config_has_as_an_integer_takes_a_number():
     config = LLAMA | {"attention_dropout": 0, "rope_theta": 10000}
     assert override_fields(config, {"attention_dropout": 0.1, "rope_theta": 5e5})["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, it must be an integer from 1"),
+        ({"hidden_act": "foo"}, "activation `foo` is not supported: hidden_act of config.json"),
+    ],
+)
+def test_error_of_an_invalid_value_names_the_key(overrides: dict[str, Any], why: str):
+    with pytest.raises(UsageError) as caught:
+        override_fields(LLAMA, overrides)
+    assert str(caught.value).startswith(f"`model.overrides` is invalid - {why}")
+
+
+def test_error_of_an_invalid_config_does_not_name_the_key():
+    with pytest.raises(PrepError, match=r"config\.json is invalid - hidden_size is 0"):
+        override_fields({**LLAMA, "hidden_size": 0}, {"num_hidden_layers": 3})

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.runs import make_job, make_setup
+from tests.helpers.runs import LLAMA, make_job, make_setup
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import USAGE, PrepError
+from trainer.models.lora import LoraConfig
 from trainer.models.mesh import parse_mesh
+from trainer.models.registry import FAMILIES
 from trainer.models.rule_text import merge_rules
+from trainer.nn.model_spec import build_model
 from trainer.recipe import Recipe, load_recipe
 from trainer.training.preflight import check_batch, check_devices, check_inputs, run_warnings
 
@@ -178,3 +181,14 @@ def test_run_warnings_name_evaluation_larger_than_training():
     assert any(warning.startswith("45 sequences are evaluated, more than the 5") for warning in warnings)
     limited = make_job(make_setup(), 8, 20, train=job.evaluation, evaluation=job.train, eval_limit=5)
     assert not any("are evaluated" in warning for warning in run_warnings(load_test_recipe(), limited))
+
+
+@pytest.mark.parametrize("scan_axis", [0, 1])
+@pytest.mark.parametrize(("rank", "is_warned"), [(16, False), (17, True)])
+def test_run_warnings_name_a_rank_above_the_dimensions(scan_axis: int, rank: int, is_warned: bool):
+    lora = LoraConfig(rank, 8.0, ("attn.*", "mlp.*"))
+    model = build_model(FAMILIES["llama"], LLAMA, is_tied=False, lora=lora, scan_axis=scan_axis)
+    job = make_job(replace(make_setup(), model=model), 8, 20)
+    warnings = [*run_warnings(load_test_recipe(), job)]
+    expected = "`lora.rank` is 17, but `layers.attn.k` has a dimension of 16: a higher rank learns nothing more"
+    assert warnings == ([expected] if is_warned else [])
