@@ -131,7 +131,7 @@ FORMS = [
 ]
 FAST_FORMS = [
     ("gpt_neo", "hf-flax", True, "bfloat16"),
-    ("llama", "hf-flax", False, "float32"),
+    ("llama", "hf-flax", True, "float32"),
     ("llama", "easylm", False, "bfloat16"),
 ]
 

@@ -42,7 +42,6 @@ def test_one_process_resumes_a_step_of_two(work_dir: Path):
     assert saved_steps(Path("run")) == [1, 2, 3]
 
 
-@pytest.mark.slow  # test_step_writer shows it without a training
 def test_failed_save_ends_all_processes(work_dir: Path):
     """The save in the background fails in process 0: something else has the name of the step."""
     Path("run").mkdir()

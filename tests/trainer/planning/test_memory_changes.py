@@ -18,6 +18,10 @@ MODEL = model_of_config(PRESETS["llama-7b"])
 
 
 DENSE = ("model.attention_kernel=reference",)
+LEAN = (  # all changes but those of the mesh and of micro-batches
+    *("model.remat_policy=nothing_saveable", "model.attention_kernel=blockwise", "model.ffn_chunk_size=512"),
+    *("model.head_chunk_size=128", "model.q_chunk_size=256", "model.k_chunk_size=256"),
+)
 
 
 def plan_7b(folder: Path, *overrides: str) -> TrainingPlan:
@@ -56,15 +60,11 @@ def test_micro_batches_keep_the_batch_size(tmp_path: Path):
 
 
 def test_larger_meshes_are_the_last_resort(tmp_path: Path):
-    overrides = (
-        *("model.remat_policy=nothing_saveable", "model.attention_kernel=blockwise", "model.ffn_chunk_size=512"),
-        *("model.head_chunk_size=128", "model.q_chunk_size=256", "model.k_chunk_size=256"),
-    )
-    change = find_change(plan_7b(tmp_path, *overrides), 10)
+    change = find_change(plan_7b(tmp_path, *LEAN), 10)
     assert list(change.values) == ["mesh"]
     assert change.plan.mesh.n_devices > 8
 
 
 def test_no_change_suffices_for_a_tiny_device(tmp_path: Path):
-    plan = plan_7b(tmp_path)
+    plan = plan_7b(tmp_path, *LEAN)
     assert find_memory_change(plan, MODEL, DEFAULT_RULES, limit_nbytes=10**6) is None
