@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from random import Random
@@ -13,16 +12,19 @@ from typing import Any
 
 import pytest
 
+from prepcli.errors import OK
 from prepcli.execution.run_place import TOKENS_FOLDER
 from prepcli.formats.manifest import read_manifest
 from prepcli.formats.run_steps import best_step, saved_steps
-from tests.helpers.fork_server import PREP, run_python, start_prep
+from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.hub_server import hub_environment
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import error_lines, run_failing, run_json, run_ok
+from tests.prepcli.commands.test_train import read_losses, start_train, wait_for_step
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 BEST = ("train.eval_every=2", "checkpoint.best=eval_loss", "checkpoint.keep=1", "checkpoint.every=0")
+MAX_KILLS = 12  # one per step
 
 
 def set_keys(*settings: str) -> list[str]:
@@ -86,22 +88,27 @@ def test_kills_keep_best_steps_milestones_and_exports(work_dir: Path, seed: int)
     """A run that is killed at random times ends with the steps, the losses and the exports of an undisturbed one."""
     settings = (*BEST, "checkpoint.every=3", "checkpoint.milestones=5", "checkpoint.export_every=4", "mesh=1,1,8")
     command = [*set_keys(*settings), "--set", "optimizer.lr=0.3", "--set", "optimizer.clip_norm=0"]
-    random = Random(seed)
-    started_s = time.monotonic()
     run_ok("train", "recipe.toml", "--out", "whole", *command)
-    limit_s = time.monotonic() - started_s
-    for _ in range(12):
-        process = start_prep("train", "recipe.toml", "--out", "killed", *command, cwd=work_dir)
-        time.sleep(random.uniform(0.5, 1.0) * limit_s)
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:
-            break
+    assert kill_until_done(command, Random(seed)) > 0
     run_ok("train", "recipe.toml", "--out", "killed", *command)
     assert saved_steps(Path("killed")) == saved_steps(Path("whole"))
     assert best_step(Path("killed")) == best_step(Path("whole"))
     assert eval_losses("killed") == eval_losses("whole")
     for name in ("4", "8", "12"):
         assert read_weights(Path("killed", "exports", name)) == read_weights(Path("whole", "exports", name))
+
+
+def kill_until_done(command: list[str], random: Random) -> int:
+    """Start the run `killed` until it ends by itself, and kill it soon after a further step; return the kills."""
+    for kills in range(MAX_KILLS):
+        running = start_train("--out", "killed", *command)
+        wait_for_step(running, "killed", len(read_losses("killed")) + 1)
+        time.sleep(random.uniform(0, 0.3))
+        running.kill()
+        running.communicate()
+        if running.returncode == OK:
+            return kills
+    return MAX_KILLS
 
 
 def read_weights(folder: Path) -> dict[str, bytes]:

@@ -291,7 +291,8 @@ def valid_recipes(draw: st.DrawFn) -> dict[str, Any]:
     elif has_columns and draw(st.booleans()):
         values["data.fields_from_example"] = draw(TEXTS)
     elif has_columns and draw(st.booleans()):
-        values["data.format"] = draw(st.sampled_from(["chat", "prompt_completion"]))
+        formats = ["prompt_completion"] if "data.prepend_text" in values else ["chat", "prompt_completion"]
+        values["data.format"] = draw(st.sampled_from(formats))
     elif has_columns and draw(st.booleans()):
         values |= {"data.fields": "[title], [article], summary", "data.source_length": draw(st.integers(2, 2**30))}
         values |= {"data.source_prefix": draw(TEXTS)} if draw(st.booleans()) else {}
