@@ -114,8 +114,9 @@ def check_resumable(
     rates = changed_fields(manifest.get("rate", {}), job.manifest_fields.get("rate", {}))
     if rates:
         changes = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
-        keep = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; " if {*rates} == {"decay"} else ""
-        raise PrepError("the learning rate schedule has changed since the run began", changes, f"{keep}{hint}")
+        if "decay" in rates and {*rates} <= {"decay", "cooldown"}:  # both follow from the number of steps
+            hint = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; {hint}"
+        raise PrepError("the learning rate schedule has changed since the run began", changes, hint)
     if step > job.steps:
         raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
 

@@ -47,6 +47,11 @@ def test_later_end_of_the_decay_has_a_hint():
         check(schedule("cosine"), schedule("cosine", decay=MORE_STEPS))
 
 
+def test_cooldown_derived_from_a_later_end_has_the_hint_too():
+    with pytest.raises(PrepError, match=r"decay 20 -> 30, cooldown 2 -> 3 - `--set optimizer\.decay_steps=20` keeps"):
+        check(schedule("wsd", cooldown=2), schedule("wsd", decay=MORE_STEPS, cooldown=3))
+
+
 @pytest.mark.parametrize("key", ["data.path", "data.eval_path", "data.tokenizer"])
 def test_moved_data_may_have_another_path(key: str):
     job = make_job(make_setup(), manifest_fields={"data": "digest"})
