@@ -24,7 +24,7 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
 
     Args:
         config: Content of a config.json.
-        overrides: Field -> value. A field of the config keeps its type.
+        overrides: Field -> value, of the type that the field has in the config or in published configs of its family.
 
     Raises:
         UsageError: Neither the config nor its family has such a field, or the value has another type or is invalid.
