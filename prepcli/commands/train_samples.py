@@ -1,4 +1,4 @@
-"""The texts that a run generates from the prompts of its recipe: their settings, and the file that receives them."""
+"""The texts that a run generates from the prompts of its recipe: their sampler and their file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_sampler(
 
 @contextmanager
 def open_sample_log(run: Run) -> Iterator[MetricsLog]:
-    """Open the file that receives the samples, to continue after the step of the run; other processes have none.
+    """Open the file of the samples in process 0, to continue after the step of the run; other processes have none.
 
     The folder of the run exists.
 

@@ -87,7 +87,7 @@ def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_sha
 
 
 def jit_fast_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
-    """Return a function that computes the same sums for each row, with the parameters split as the mesh splits them.
+    """Return a function that computes the sums of `jit_eval_step` for each row, with parameters split by the mesh.
 
     Args:
         model: The model.

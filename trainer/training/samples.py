@@ -81,8 +81,8 @@ class Sampler:
         In a job of several processes, all of them call it together.
 
         Args:
-            params: Parameters of the model on the mesh of the run. A copy in the dtype of the computation is held
-                meanwhile, if it is another one.
+            params: Parameters of the model on the mesh of the run. They are copied if their dtype is not that of the
+                computation.
         """
         outputs = self._generator.with_params(params).generate(self._ids, self._sources)
         prefixes: Sequence[Sequence[int]] = [()] * len(outputs) if self._has_encoder else self._ids
