@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,13 @@ def _shipped_hint(name: str) -> str:
     if name not in shipped and (names := [other for other in shipped if other.startswith(name)]):
         return f"did you mean {join_names([f'`{other}`' for other in names])}?"
     return did_you_mean(name, shipped)
+
+
+def similar_recipe(name: str, other_names: Iterable[str]) -> str | None:
+    """Return the shipped recipe whose name is similar; None if there is none, or another name is more similar."""
+    shipped = _recipe_paths()
+    similar = suggest(name, [*shipped, *other_names])
+    return similar if similar in shipped else None
 
 
 def recipes_folder() -> Path:
