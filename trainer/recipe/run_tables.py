@@ -124,7 +124,7 @@ class Log(BaseModel):
     )
     sample_tokens: PositiveInt = Field(
         default=64,
-        description="maximum number of new tokens of each text; fewer are generated if the model has fewer positions",
+        description="maximum number of new tokens of each text; fewer if the longest prompt leaves fewer positions",
         examples=[64],
     )
 

@@ -48,7 +48,7 @@ class Sampler:
             model: The model.
             sharding: Mesh and rules of the run.
             dtype: Dtype of the computation.
-            max_new_tokens: Maximum number of new tokens; fewer are generated if the model has fewer positions.
+            max_new_tokens: Maximum number of new tokens; fewer if the longest prompt leaves fewer positions.
             eos_token_ids: Tokens that end a text.
             decoder_start_id: First token of the decoder; None for a model without an encoder.
 
