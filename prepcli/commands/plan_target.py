@@ -10,11 +10,12 @@ from typing import Any
 
 from prepcli.commands.conversion import make_access
 from prepcli.commands.random_start import random_config
-from prepcli.commands.recipes import find_recipe, recipes_folder
+from prepcli.commands.recipes import find_recipe, recipes_folder, similar_recipe
 from prepcli.console.ui import Ui
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import KEYS_BY_KIND
 from prepcli.inspection.contents import read_contents
+from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.locate import locate
 from prepcli.sources.source import read_config
 from trainer.models.architecture import ArchConfig
@@ -28,6 +29,7 @@ from trainer.recipe.model_table import Model
 from trainer.recipe.raw_recipe import RawRecipe
 
 RECIPE_SUFFIX = ".toml"
+NAME_SIGNS = frozenset("/@:~")  # of paths, hub ids, revisions and URLs
 DEFAULT_MAX_LENGTH = 2048  # tokens of a sequence, if a checkpoint is planned without a recipe
 DEFAULT_SOURCE_LENGTH = 512
 
@@ -82,6 +84,8 @@ def resolve_target(
         recipe = load_recipe(path, overrides).recipe
         checkpoint = _read_start(recipe.model, config, offline=offline, ui=ui)
     else:
+        if config is None:
+            _check_name(target)
         checkpoint = _read_checkpoint(target, config, offline=offline, ui=ui)
         mesh = checkpoint.manifest.get("mesh") or default_mesh
         recipe = complete_recipe(_usual_recipe(target, checkpoint.model, mesh), overrides).recipe
@@ -105,6 +109,16 @@ def _recipe_path(target: str) -> Path:
     shipped = recipes_folder() / path.name
     is_shipped = path.suffix == RECIPE_SUFFIX and not path.exists() and shipped.is_file()
     return shipped if is_shipped else path
+
+
+def _check_name(name: str) -> None:
+    """Raise UsageError if a name is no path, alias, hub id or preset, but similar to that of a shipped recipe."""
+    if NAME_SIGNS & {*name} or os.path.exists(name) or name in ALIASES_BY_NAME or preset_name(name) is not None:
+        return
+    folders = [path.name for path in Path().iterdir() if path.is_dir()]
+    if similar := similar_recipe(name, [*ALIASES_BY_NAME, *folders]):
+        why = "not a folder here, not a shipped recipe, not an alias, and a hub id has the form owner/name"
+        raise usage_error(f"no recipe or checkpoint called `{name}`", why, f"did you mean `{similar}`?")
 
 
 def _read_start(table: Model, config: Path | None, *, offline: bool, ui: Ui) -> _Checkpoint:

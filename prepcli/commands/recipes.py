@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,17 @@ def find_recipe(path: Path) -> Path:
 
 
 def find_training_recipe(path: Path) -> Path:
-    """Return the recipe that a path names; see `find_recipe`.
+    """Return the recipe that a path names; see `find_recipe`. A missing file may be returned.
 
     Raises:
         UsageError: The name stands for a shipped recipe and for a file, or there is no such file and it is similar to
             the name of a shipped recipe.
     """
     recipe_path = find_recipe(path)
+    if recipe_path.exists() or path.name != str(path):
+        return recipe_path
     similar_file = suggest(path.name, [file.name for file in path.parent.glob(f"*{SUFFIX}")])
-    is_shipped_name = path.name == str(path) and not recipe_path.exists()
-    hint = _shipped_hint(path.name.removesuffix(SUFFIX)) if is_shipped_name and similar_file is None else ""
-    if hint:
+    if similar_file is None and (hint := _shipped_hint(path.name.removesuffix(SUFFIX))):
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file, or the name of a shipped one", hint)
     return recipe_path
 
@@ -110,6 +111,13 @@ def _shipped_hint(name: str) -> str:
     if name not in shipped and (names := [other for other in shipped if other.startswith(name)]):
         return f"did you mean {join_names([f'`{other}`' for other in names])}?"
     return did_you_mean(name, shipped)
+
+
+def similar_recipe(name: str, other_names: Iterable[str]) -> str | None:
+    """Return the shipped recipe whose name is similar; None if there is none, or another name is more similar."""
+    shipped = _recipe_paths()
+    similar = suggest(name, [*shipped, *other_names])
+    return similar if similar in shipped else None
 
 
 def recipes_folder() -> Path:

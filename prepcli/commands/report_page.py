@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prepcli.console.formatting import format_bytes
+from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.html_page import write_html_page
 from prepcli.inspection.run_chart import CHART_STYLE, RunCurve, color_of, run_chart
 from prepcli.inspection.run_record import RunRecord, SavedSample
@@ -152,10 +152,7 @@ def _recipe_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator
     changed = changed_keys(runs)
     header = ["key", *(_named(n, name) for n, name in enumerate(names))] if len(runs) > 1 else ["key", "value"]
     if len(runs) > 1:
-        count = (
-            "No key differs" if not changed else f"{len(changed)} key{' differs' if len(changed) == 1 else 's differ'}"
-        )
-        yield f"<p>{count}.</p>"
+        yield f"<p>{count_text(len(changed), 'key differs', 'keys differ') if changed else 'No key differs'}.</p>"
         yield from _table(header, _recipe_rows(runs, changed)) if changed else ()
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     yield f"<details><summary>All {len(keys)} keys</summary>"

@@ -69,8 +69,8 @@ def target_metrics(
     )
     ui.note(f"generated {len(targets):,} targets")
     if num_longer := sum(target.is_longer for target in targets):
-        limit = f"generated texts end at {dataset.seq_length} tokens (`--seq-length`)"
-        ui.warn(f"{num_longer:,} of {len(targets):,} references are longer: {limit}")
+        limit = f"{dataset.seq_length} tokens, where generated texts end (`--seq-length`)"
+        ui.warn(f"{num_longer:,} of {len(targets):,} references are longer than {limit}")
     texts, references = [target.text for target in targets], [target.reference for target in targets]
     scores = score_texts(request.metrics, texts, references)
     return {name: value if math.isfinite(value) else None for name, value in scores.items()}

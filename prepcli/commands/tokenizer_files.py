@@ -78,7 +78,8 @@ def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:
     named = Path(recipe.data.tokenizer or folder)
     if not named.is_file():
         return _copied(folder, (*TOKENIZERS, *TOKENIZER_SETTINGS))
-    (tokenizer,) = copied_files([named], folder)
+    real_path = named.resolve()  # the user names this file, so that a link may leave the folder
+    (tokenizer,) = copied_files([real_path], real_path.parent)
     name = SENTENCEPIECE_TOKENIZER if named.suffix == Path(SENTENCEPIECE_TOKENIZER).suffix else JSON_TOKENIZER
     return (replace(tokenizer, path=PATH_PREFIX + name), *_copied(folder, TOKENIZER_SETTINGS))
 

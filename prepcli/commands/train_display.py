@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prepcli.commands.train_run import Run
@@ -13,12 +12,12 @@ from prepcli.console.formatting import format_duration, format_number, format_ti
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import REDRAW_INTERVAL_S
 from prepcli.console.run_status import RunStatus, status_lines
-from prepcli.console.ui import Ui
+from prepcli.console.ui import Ui, printable, shorten
 
 if TYPE_CHECKING:
     from trainer.training.samples import Sample
 
-MAX_SAMPLE_CHARACTERS = 120  # of a prompt or text that is shown on one line
+MAX_PROMPT_WIDTH, MAX_TEXT_WIDTH = 40, 80  # characters of a sample, which is shown on one line
 PHASES = {"compile": "compiling", "step": "training", "evaluate": "evaluating", "save": "saving", "sample": "sampling"}
 
 
@@ -185,6 +184,6 @@ def _evaluation_text(line: Mapping[str, Any]) -> str:
 
 
 def _sample_text(sample: Sample) -> str:
-    """Return a prompt and its text on one line."""
-    prompt, text = (shorten(text, MAX_SAMPLE_CHARACTERS, placeholder=" …") for text in (sample.prompt, sample.text))
-    return f"{prompt} -> {text}"
+    """Return a prompt and its text on one line, shortened, with control characters escaped."""
+    prompt, text = (printable(" ".join(text.split())) for text in (sample.prompt, sample.text))
+    return f"{shorten(prompt, MAX_PROMPT_WIDTH)} -> {shorten(text, MAX_TEXT_WIDTH)}"

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from trainer.distributed.sharding import ShardingContext
     from trainer.models.param_tree import ParamLeaf
 
-ENVIRONMENT = "environment"  # key of a step's manifest: what decides the rounding of sums, besides recipe and mesh
+ENVIRONMENT_KEY = "environment"  # of a step's manifest: its values decide how sums are rounded, as recipe and mesh do
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"  # the number of devices is that of the mesh
-NAMES = {"device": "device", "jax": "jax", "jaxlib": "jaxlib", "xla_flags": "XLA_FLAGS", "cores": "cores"}
+NAME_BY_KEY = {"device": "device", "jax": "jax", "jaxlib": "jaxlib", "xla_flags": "XLA_FLAGS", "cores": "cores"}
 
 
 def write_environment(run: Run) -> None:
@@ -78,8 +78,8 @@ def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     }
 
 
-def environment_warnings(before: object, now: Mapping[str, Any], *, step: int) -> list[str]:
-    """Return a warning about the differences between two environments; none without a difference.
+def environment_warning(before: object, now: Mapping[str, Any], *, step: int) -> str:
+    """Return a warning about the differences between two environments; empty without a difference.
 
     Args:
         before: Environment in the manifest of a step; None in a step of an earlier prep.
@@ -87,13 +87,13 @@ def environment_warnings(before: object, now: Mapping[str, Any], *, step: int) -
         step: The step.
     """
     if not isinstance(before, Mapping):
-        return []
+        return ""
     changes = [
         f"{name} {_text(before.get(key))} -> {_text(now.get(key))}"
-        for key, name in NAMES.items()
+        for key, name in NAME_BY_KEY.items()
         if before.get(key) != now.get(key)
     ]
-    return [f"results may differ in the last bits: since step {step}, {', '.join(changes)}"] if changes else []
+    return f"results may differ in the last bits: since step {step}, {', '.join(changes)}" if changes else ""
 
 
 def _text(value: object) -> str:

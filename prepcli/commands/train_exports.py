@@ -59,7 +59,10 @@ def make_missing_exports(run: Run, ui: Ui) -> None:
 
 
 def missing_note(run: Run) -> str:
-    """Describe the exports and the push that the next start of a run makes after its last step; empty before it."""
+    """Describe the exports and the push that a run lacks after its last step; empty before it, and in other processes.
+
+    The next start of the run makes them.
+    """
     checkpoint, steps = run.recipe.checkpoint, run.place.known_steps()
     if run.group.index > 0 or run.job.steps not in steps:
         return ""

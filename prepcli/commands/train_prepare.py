@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.conversion import make_access
 from prepcli.commands.train_checks import check_machine, disk_warnings
 from prepcli.commands.train_data import DataFinder
-from prepcli.commands.train_environment import ENVIRONMENT, environment_warnings, rounding_environment
+from prepcli.commands.train_environment import ENVIRONMENT_KEY, environment_warning, rounding_environment
 from prepcli.commands.train_files import changed_keys
 from prepcli.commands.train_lora import frozen_dtypes
 from prepcli.commands.train_report import tokenize_progress
@@ -93,7 +93,7 @@ def prepare_run(
         dropout=dropout,
         manifest_fields={
             "recipe": recipe_to_toml(recipe, loaded.origins),
-            ENVIRONMENT: rounding_environment(sharding),
+            ENVIRONMENT_KEY: rounding_environment(sharding),
         },
         token_functions=request.token_functions,
         stop_after=request.stop_after,
@@ -139,8 +139,8 @@ def _check_job(run: Run, manifest: Mapping[str, Any], model: ModelSpec, ui: Ui) 
     if step:
         check_resumable(manifest, job, changed=changed_keys(run.place.recipe_file(), recipe), step=step)
     if 0 < step < job.steps:
-        before, now = manifest.get(ENVIRONMENT), job.manifest_fields[ENVIRONMENT]
-        for warning in environment_warnings(before, now, step=step):
+        before, now = manifest.get(ENVIRONMENT_KEY), job.manifest_fields[ENVIRONMENT_KEY]
+        if warning := environment_warning(before, now, step=step):
             ui.warn(warning)
     for warning in run_warnings(recipe, job, last_step=step):
         ui.warn(warning)

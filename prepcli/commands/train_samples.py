@@ -1,4 +1,4 @@
-"""The texts that a run generates from the prompts of its recipe: their settings, and the file that receives them."""
+"""The texts that a run generates from the prompts of its recipe: their sampler and their file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_sampler(
 
 @contextmanager
 def open_sample_log(run: Run) -> Iterator[MetricsLog]:
-    """Open the file that receives the samples, to continue after the step of the run; other processes have none.
+    """Open the file of the samples in process 0, to continue after the step of the run; other processes have none.
 
     The folder of the run exists.
 
@@ -72,15 +72,15 @@ def open_sample_log(run: Run) -> Iterator[MetricsLog]:
     """
     from trainer.training.metrics import NO_LOG, MetricsWriter
 
-    path = run.folder / SAMPLES_FILE
     if run.group.index:
         yield NO_LOG
         return
+    path = run.folder / SAMPLES_FILE
     run.place.restore_file(SAMPLES_FILE)
-    if run.job.sampler is None and (run.step or not path.exists()):
-        yield NO_LOG  # samples of an earlier start stay
+    if run.job.sampler is None and not path.exists():
+        yield NO_LOG
         return
-    log = MetricsWriter(path, run.step)
+    log = MetricsWriter(path, run.step)  # without a sampler too: later samples of an earlier start are removed
     run.place.store_file(SAMPLES_FILE)
     with store_at_end(run.place, SAMPLES_FILE):
         yield log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from prepcli.console.ui import Report, Ui, as_prep_error
@@ -35,6 +35,7 @@ def run_together(
     *,
     has_saved_step: Callable[[], bool],
     hint: str = NO_STEP_HINT,
+    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Callable[[str], None]]:
     """End this process with the other processes of its job, and wait for them at the end.
 
@@ -44,6 +45,7 @@ def run_together(
         ui: Prints the error if another process ends the job.
         has_saved_step: Returns whether the run can be resumed.
         hint: Hint of errors if it cannot.
+        waiting: Opened while this process waits for the others at the end.
 
     Yields:
         A function that sets the phase of this process, such as `load` or `step 12`.
@@ -67,7 +69,8 @@ def run_together(
     try:
         yield watchdog.enter
         watchdog.enter("end")
-        group.barrier("end")
+        with waiting():
+            group.barrier("end")
     except BaseException as raised:
         error = _wait_for_cause(raised, watchdog, has_saved_step, hint=hint)
         _end_job(error, group, watchdog)

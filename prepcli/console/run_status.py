@@ -43,7 +43,7 @@ class RunStatus:
         memory_nbytes: Highest memory in use on a device.
         memory_limit_nbytes: Memory of a device.
         evaluation: The last evaluation.
-        sample: A prompt and the text generated for it last.
+        sample: The last text that was generated, with its prompt.
         save: The last saved step.
         skipped: Number of skipped steps.
     """

@@ -86,7 +86,7 @@ class DecodeState(NamedTuple):
 def cast_for_inference(params: Tree, model: ModelSpec, *, forward_config: ForwardConfig) -> Tree:
     """Cast and reshard parameters for `inference_model`.
 
-    A leaf is copied only if its dtype or its sharding changes, and matrices A of adapters, which are scaled.
+    Matrices A of adapters are scaled. Any other leaf is copied only if its dtype or its sharding changes.
     """
     cast: dict[str, Array] = {}
     for path, leaf in transformer.scale_adapters(flatten_tree(params), model).items():

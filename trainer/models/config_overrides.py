@@ -13,8 +13,9 @@ from trainer.models.registry import family_of, fields_read
 from trainer.models.suggest import did_you_mean
 
 OVERRIDES_KEY = "model.overrides"
-TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-ROTARY_BASES = {"rope_theta": 10000.0, "rotary_emb_base": 10000.0}
+END_TOKEN_FIELD = "eos_token_id"  # a token id, or a list of them
+TOKEN_ID_FIELDS = ("bos_token_id", END_TOKEN_FIELD, "pad_token_id", "decoder_start_token_id")
+ROTARY_BASES = dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0)
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a table"}
 
 
@@ -23,7 +24,7 @@ def override_fields(config: HFConfig, overrides: Mapping[str, Any] | None) -> di
 
     Args:
         config: Content of a config.json.
-        overrides: Field -> value. A field of the config keeps its type.
+        overrides: Field -> value, of the type that the field has in the config or in published configs of its family.
 
     Raises:
         UsageError: Neither the config nor its family has such a field, or the value has another type or is invalid.
@@ -57,7 +58,8 @@ def _check_field(config: HFConfig, field: str, value: Any) -> None:
         why = f"the config is of {config.get(field)}"
         raise usage_error(f"`{OVERRIDES_KEY}` changes `model_type`", why, "another config")
     example = _example_value(config, field)
-    if example is not None and not _has_type_of(value, example):
+    values = value if field == END_TOKEN_FIELD and isinstance(value, list) else [value]
+    if example is not None and not all(_has_type_of(item, example) for item in values):
         what = f"`{OVERRIDES_KEY}` sets `{field}` to {value!r:.60}"
         raise usage_error(what, f"it must be {TYPE_NAMES[type(example)]}, such as {example!r:.60}")
 
@@ -71,11 +73,10 @@ def _known_fields(config: HFConfig) -> set[str]:
 def _example_value(config: HFConfig, field: str) -> Any:
     """Return a value of a field: of the config, else of a published config of its family; None for unknown types."""
     family = family_of(config)
-    if field == "eos_token_id" and config.get(field) is None:
-        return None  # a token or a list of tokens
-    numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES  # often written as integers
-    tables: list[HFConfig] = [numbers, config, *_published(family), dict.fromkeys(TOKEN_ID_FIELDS, 0)]
-    return next((fields[field] for fields in tables if fields.get(field) is not None), None)
+    numbers = dict.fromkeys(_dropout_fields(family), 0.1) | ROTARY_BASES  # configs may have integers
+    configs: list[HFConfig] = [{**numbers, END_TOKEN_FIELD: 0}, config, *_published(family)]
+    configs.append(dict.fromkeys(TOKEN_ID_FIELDS, 0))
+    return next((fields[field] for fields in configs if fields.get(field) is not None), None)
 
 
 def _published(family: Family) -> list[HFConfig]:
@@ -87,8 +88,8 @@ def _dropout_fields(family: Family) -> set[str]:
     return {rate[0] for rate in rates if rate is not None}
 
 
-def _has_type_of(value: Any, current: Any) -> bool:
-    """Return whether a value has the type of the current one; an integer is also a number."""
-    if isinstance(current, float):
+def _has_type_of(value: Any, example: Any) -> bool:
+    """Return whether a value has the type of an example; an integer is also a number."""
+    if isinstance(example, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is type(current)
+    return type(value) is type(example)

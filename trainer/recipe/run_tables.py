@@ -87,7 +87,7 @@ class Checkpoint(BaseModel):
 
 
 class Log(BaseModel):
-    """The processes that print and write metrics, logs besides `metrics.jsonl`, and texts to generate meanwhile."""
+    """The processes that print and write metrics, logs besides `metrics.jsonl`, and texts to generate during a run."""
 
     model_config = STRICT
 
@@ -124,7 +124,7 @@ class Log(BaseModel):
     )
     sample_tokens: PositiveInt = Field(
         default=64,
-        description="maximum number of new tokens of each text; fewer are generated if the model has fewer positions",
+        description="maximum number of new tokens of each text; fewer if the longest prompt leaves fewer positions",
         examples=[64],
     )
 

@@ -299,7 +299,7 @@ ADVICE: Mapping[str, str] = {
     "stop_after_profile": "remove it: `train.steps` ends the run",
     **dict.fromkeys(
         ("generation_bsize", "generation_batches", "generation_do_sample", "generation_num_beams"),
-        "`prep eval RUN --metric NAME` generates targets, `prep generate RUN` samples texts",
+        "`log.samples` generates texts during a run, `prep eval RUN --metric NAME` the targets of its data",
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Progress reports of the training loop."""
+"""The interface for progress reports of the training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.training.samples import Sample
 
 
 class Callbacks(Protocol):
-    """Progress reports of the loop."""
+    """Receiver of the progress reports of the loop."""
 
     def on_compile(self, seconds: float) -> None:
         """Report the seconds of compiling the step."""

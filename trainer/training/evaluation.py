@@ -23,7 +23,7 @@ from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch
 
 METRIC_PREFIX = "metric."  # of the sums of `metric_fn`
-OWN_NAMES = ("loss", "perplexity", "accuracy", "tokens")  # of values that each evaluation has
+RESERVED_NAMES = ("loss", "perplexity", "accuracy", "tokens")  # of the values of each evaluation
 MAX_EXPONENT = 700.0  # exp of it is finite in float64
 EvalStep = Callable[[Tree, TokenBatch], Mapping[str, Array]]  # sums of a batch [], or of each row [batch]
 
@@ -61,7 +61,7 @@ def jit_eval_step(model: ModelSpec, forward_config: ForwardConfig, metric_fn: To
 
     def sum_batch(params: Tree, batch: TokenBatch) -> dict[str, Array]:
         sums, metrics = transformer.evaluation_sums(params, batch, model, forward_config, metric_fn)
-        if reserved := [name for name in metrics if name in OWN_NAMES]:
+        if reserved := [name for name in metrics if name in RESERVED_NAMES]:
             what, why = f"`metric_fn` returned the name {reserved[0]!r}", "evaluations have a value of this name"
             raise usage_error(what, why, "another name")
         return {**sums._asdict(), **{f"{METRIC_PREFIX}{name}": value for name, value in metrics.items()}}
@@ -87,7 +87,7 @@ def jit_exact_eval_step(model: ModelSpec, forward_config: ForwardConfig, num_sha
 
 
 def jit_fast_row_eval_step(model: ModelSpec, forward_config: ForwardConfig) -> EvalStep:
-    """Return a function that computes the same sums for each row, with the parameters split as the mesh splits them.
+    """Return a function that computes the sums of `jit_eval_step` for each row, with parameters split by the mesh.
 
     Args:
         model: The model.

@@ -207,7 +207,7 @@ class Loop:
             self.pending_metrics.append((self.step, metrics))
             self._drain_metrics(self.metrics_lag)
             self._report_save()
-            self._evaluate_and_save_if_due()
+            self._run_due_events()
         self._drain_metrics(0)
         return reason
 
@@ -235,10 +235,11 @@ class Loop:
         self.callbacks.on_compile(self.timer.clock() - start_s)
         return compiled
 
-    def _evaluate_and_save_if_due(self) -> None:
+    def _run_due_events(self) -> None:
+        """Evaluate, sample and save, each if it is due after this step."""
         job = self.job
         if self.step == job.steps:
-            return  # `run` evaluates and saves after the last step
+            return  # `run` does this after the last step
         if is_due(self.step, job.eval_every):
             self._evaluate()
         if is_due(self.step, job.sample_every):

@@ -150,7 +150,7 @@ def _to_json(line: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True)
 class StepTimer:
-    """Timer of training steps alone: paused while the loop compiles, evaluates or saves.
+    """Timer of training steps alone: paused while the loop compiles, evaluates, samples or saves.
 
     Attributes:
         clock: Returns the time in seconds.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.models.errors import PrepError
+from trainer.recipe.data_sources import SOURCE_PATHS, SOURCES_KEY
 from trainer.recipe.formatting import to_toml
 from trainer.training.loop import Job
 from trainer.training.optimizers.lr_schedule import changed_fields
@@ -97,7 +98,11 @@ def check_resumable(
         PrepError: A key, the data, the batch size or the schedule changed that must not, or `step` is past the last
             step.
     """
-    fixed = {key: values for key, values in changed.items() if key not in CHANGEABLE_ON_RESUME}
+    fixed = {
+        key: values
+        for key, values in changed.items()
+        if key not in CHANGEABLE_ON_RESUME and not (key == SOURCES_KEY and _have_moved(*values))
+    }
     hint = "`--restart` starts again from step 0; another `name` keeps both runs"
     if fixed:
         changes = ", ".join(f"{key}: {_change_text(values)}" for key, values in sorted(fixed.items()))
@@ -109,10 +114,20 @@ def check_resumable(
     rates = changed_fields(manifest.get("rate", {}), job.manifest_fields.get("rate", {}))
     if rates:
         changes = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
-        keep = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; " if {*rates} == {"decay"} else ""
-        raise PrepError("the learning rate schedule has changed since the run began", changes, f"{keep}{hint}")
+        if "decay" in rates and {*rates} <= {"decay", "cooldown"}:  # both follow from the number of steps
+            hint = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; {hint}"
+        raise PrepError("the learning rate schedule has changed since the run began", changes, hint)
     if step > job.steps:
         raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
+
+
+def _have_moved(before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Return whether the sources of a mixture differ only in the paths of their data."""
+    kept = [
+        [{key: value for key, value in source.items() if key not in SOURCE_PATHS} for source in sources or ()]
+        for sources in (before, after)
+    ]
+    return kept[0] == kept[1]
 
 
 def _change_text(values: tuple[Any, Any]) -> str:

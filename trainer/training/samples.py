@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainer.data.tokenizer import TextTokenizer
 from trainer.distributed.sharding import ShardingContext
 from trainer.generation.decode import GenerationConfig
 from trainer.generation.generator import Generator, check_prompts, max_fitting_new_tokens
-from trainer.models.errors import usage_error
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
@@ -47,18 +48,20 @@ class Sampler:
             model: The model.
             sharding: Mesh and rules of the run.
             dtype: Dtype of the computation.
-            max_new_tokens: Maximum number of new tokens; fewer are generated if the model has fewer positions.
+            max_new_tokens: Maximum number of new tokens; fewer if the longest prompt leaves fewer positions.
             eos_token_ids: Tokens that end a text.
             decoder_start_id: First token of the decoder; None for a model without an encoder.
 
         Raises:
             UsageError: The mesh splits tokens, a prompt has no tokens or too many, or a token is unknown to the model.
+            PrepError: The tokenizer fails.
         """
         if sharding.sequence_parallel_size > 1:
             why = "generation appends one token at a time, so that there are no tokens to split"
             raise usage_error(f"`{SAMPLES_KEY}` is not supported with sp in `mesh`", why, f"remove `{SAMPLES_KEY}`")
         self.prompts, self._tokenizer = tuple(prompts), tokenizer
-        ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
+        with _name_keys():
+            ids = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         self._has_encoder = decoder_start_id is not None
         self._ids = [[decoder_start_id] for _ in ids] if decoder_start_id is not None else ids
         self._sources = ids if self._has_encoder else None
@@ -67,7 +70,8 @@ class Sampler:
             what = f"a prompt of `{SAMPLES_KEY}` has {max(map(len, ids)):,} tokens"
             raise usage_error(what, f"the model has {model.arch_config.max_positions:,} positions", "a shorter prompt")
         generation_config = GenerationConfig(min(max_new_tokens, num_fitting or max_new_tokens), eos_token_ids)
-        check_prompts(self._ids, self._sources, model=model, generation_config=generation_config)
+        with _name_keys():
+            check_prompts(self._ids, self._sources, model=model, generation_config=generation_config)
         forward_config = ForwardConfig(dtype, scan_layers=model.has_stacked_layers, sharding=sharding)
         self._generator = Generator(None, model, forward_config=forward_config, generation_config=generation_config)
 
@@ -77,10 +81,20 @@ class Sampler:
         In a job of several processes, all of them call it together.
 
         Args:
-            params: Parameters of the model on the mesh of the run. A copy in the dtype of the computation is held
-                meanwhile, if it is another one.
+            params: Parameters of the model on the mesh of the run. They are copied if their dtype is not that of the
+                computation.
         """
         outputs = self._generator.with_params(params).generate(self._ids, self._sources)
         prefixes: Sequence[Sequence[int]] = [()] * len(outputs) if self._has_encoder else self._ids
         texts = (self._tokenizer.decode(ids, prefix) for ids, prefix in zip(outputs, prefixes, strict=True))
         return [Sample(prompt, text) for prompt, text in zip(self.prompts, texts, strict=True)]
+
+
+@contextmanager
+def _name_keys() -> Iterator[None]:
+    """Name the recipe keys in errors about prompts, whose hints are options of `prep generate`."""
+    try:
+        yield
+    except PrepError as error:
+        error.what, error.hint = f"`{SAMPLES_KEY}`: {error.what}", f"change `{SAMPLES_KEY}` or `log.sample_tokens`"
+        raise

@@ -191,7 +191,7 @@ def test_metrics_compare_with_whole_references(tmp_path: Path, monkeypatch: pyte
     words = ("--fields", "[source], target", "--set", "data.source_length=8", "--seq-length", "4")
     report = run_json(capsys, "eval", "t5", "--data", "pairs.jsonl", *words, "--metric", "exact_match")
     assert report["sources"]["pairs.jsonl"]["exact_match"] == pytest.approx(1 / 3)
-    expected = "2 of 3 references are longer: generated texts end at 4 tokens (`--seq-length`)"
+    expected = "2 of 3 references are longer than 4 tokens, where generated texts end (`--seq-length`)"
     assert report["warnings"] == [expected]
 
 

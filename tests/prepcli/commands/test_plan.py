@@ -47,6 +47,25 @@ def test_name_of_a_shipped_recipe_is_planned(name: str, capsys: pytest.CaptureFi
     assert by_name["memory"] == by_file["memory"]
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("llama-7b-32", "did you mean `llama-7b-32k`?"),
+        ("gpt2-wikitex", "did you mean `gpt2-wikitext`?"),
+        ("gpt2-x", "did you mean `gpt2-xl`?"),
+    ],
+    ids=["a recipe", "a folder", "an alias"],
+)
+def test_unknown_name_has_a_hint(name: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    Path("gpt2-wikitext").mkdir()
+    assert plan_json(capsys, name, code=USAGE)["error"]["hint"] == hint
+
+
+def test_config_needs_no_known_name(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("tiny"), LLAMA)
+    assert plan_json(capsys, "llama-7b-32", "--config", "tiny/config.json", "--mesh", "1,2,4")["tokens"] == 2 * 64
+
+
 def test_name_of_a_recipe_and_of_a_file_is_ambiguous(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("tiny"), LLAMA)
     Path("llama-7b.toml").write_text(RECIPE)

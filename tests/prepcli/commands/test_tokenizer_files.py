@@ -80,6 +80,14 @@ def test_another_tokenizer_replaces_that_of_the_model(
     assert texts(with_tokenizer(recipe, files, folder / name)) == expected
 
 
+def test_named_tokenizer_file_may_be_a_link(tmp_path: Path, recipe: Recipe, files: tuple[SmallFile, ...]):
+    target = write_files(tmp_path / "other", {"tokenizer.json": "[1]"}) / "tokenizer.json"
+    link = write_files(tmp_path / "links", {"tokenizer_config.json": "linked"}) / "bpe.json"
+    link.symlink_to(target)
+    expected = {"tokenizer.json": "[1]", "tokenizer_config.json": "linked", "generation_config.json": "{}"}
+    assert texts(with_tokenizer(recipe, files, link)) == {**expected, "LICENSE": "text"}
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny-init"])
 def test_steps_have_the_tokenizer_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str):
     monkeypatch.chdir(tmp_path)

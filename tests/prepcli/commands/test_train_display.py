@@ -116,14 +116,33 @@ def test_lines_have_no_escape_sequences():
     ]
 
 
+def shown_samples(samples: list[Sample]) -> tuple[list[str], str]:
+    """Return the lines of samples without a live view, and the last line of a live view."""
+    stream, (display, block, _) = io.StringIO(), make_display()
+    for shown in (LineDisplay(Ui("train", err=stream), 100), display):
+        shown.on_samples(20, samples)
+    lines = [line.partition("sample of step 20: ")[2] for line in stream.getvalue().splitlines()]
+    return lines, block.drawings[-1].splitlines()[-1]
+
+
 def test_displays_show_samples_on_one_line():
-    samples = [Sample("Once upon\n a time", "there was\n\na  queen"), Sample("x" * 500, "y")]
-    stream = io.StringIO()
-    LineDisplay(Ui("train", err=stream), 100).on_samples(20, samples)
-    lines = stream.getvalue().splitlines()
-    assert lines[0].endswith("sample of step 20: Once upon a time -> there was a queen")
-    assert len(lines) == 2
-    assert len(lines[1]) < 200
-    display, block, _ = make_display()
-    display.on_samples(20, samples)
-    assert block.drawings[-1].splitlines()[-1] == "sample  Once upon a time -> there was a queen"
+    lines, live = shown_samples([Sample("Once upon\n a time", "there was\n\na  queen"), Sample("x", "y")])
+    assert lines == ["Once upon a time -> there was a queen", "x -> y"]
+    assert live == "sample  Once upon a time -> there was a queen"
+
+
+@pytest.mark.parametrize("text", ["x" * 500, "中" * 500, "word " * 100], ids=["word", "no spaces", "words"])
+def test_long_samples_are_shortened_without_hiding_the_text(text: str):
+    (first, second), live = shown_samples([Sample(text, "the end"), Sample("a", text)])
+    assert first.startswith(text[:4])
+    assert first.endswith(" -> the end")
+    assert live == f"sample  {first}"
+    assert len(live) < 80
+    assert second.startswith(f"a -> {text[:4]}")
+    assert len(second) <= 130
+
+
+def test_samples_do_not_control_the_terminal():
+    (line,), live = shown_samples([Sample("a", "red \x1b[31m text")])
+    assert line == r"a -> red \x1b[31m text"
+    assert live.endswith(line)

@@ -48,6 +48,15 @@ def test_resumed_run_has_the_samples_of_a_whole_one(work_dir: Path, capsys: pyte
     assert not read_run(Path("cut")).samples
 
 
+def test_run_resumed_without_prompts_keeps_earlier_samples(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    run_failing(capsys, 75, "train", "recipe.toml", "--out", "run", *SETTINGS, "--stop-after", "1")
+    lines = read_lines("run")
+    with Path("run", SAMPLES_FILE).open("a") as file:
+        file.write(json.dumps({"step": 5, "prompt": "w50", "text": "of a step that was not saved"}) + "\n")
+    run_ok("train", "recipe.toml", "--out", "run", "--set", "mesh=2,2,2", "--set", "train.steps=8")
+    assert read_lines("run") == lines
+
+
 def test_samples_without_a_tokenizer_are_refused(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in work_dir.rglob("tokenizer.json"):
         path.unlink()

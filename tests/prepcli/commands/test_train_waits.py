@@ -16,6 +16,7 @@ from prepcli.errors import INTERRUPTED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.fork_server import PREP, ForkedProcess, run_python, start_python
 from tests.helpers.hub_server import hub_environment
+from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -92,6 +93,23 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
         hub.failing_requests = "\0"
         assert run_python(PREP, *words, env=environment).returncode == OK
         assert hub.repos["o/m"].branches["main"]
+
+
+@pytest.mark.slow
+def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
+    """Process 0 waits for the exports, and the other one for process 0."""
+    Path("slow_prep.py").write_text(PREP_ON_SLOW_DISK)
+    settings = ("--set", "mesh=2,4,1", "--set", "checkpoint.export_every=3")
+    processes = start_processes(*WORDS, *settings, count=2, devices=4, module="slow_prep")
+    while not Path("run/exports/3.partial").is_dir():
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.01)
+    for process in processes[::-1]:
+        process.send_signal(signal.SIGTERM)
+    (code, out, _), (other_code, _, other_err) = finish(processes)
+    assert (code, other_code) == (STOPPED, STOPPED)
+    assert "not exported: step 3" in json.loads(out)["error"]["why"]
+    assert "error: stopped by SIGTERM of process 0" in other_err
 
 
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):

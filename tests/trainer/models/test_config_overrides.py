@@ -29,6 +29,8 @@ LLAMA: dict[str, Any] = {
         ("bos_token_id", True, "an integer"),
         ("attention_dropout", "x", "a number"),
         ("rms_norm_eps", "x", "a number"),
+        ("eos_token_id", "x", "an integer"),
+        ("eos_token_id", [1, "x"], "an integer"),
     ],
 )
 def test_field_without_a_value_takes_its_type_only(field: str, value: object, kind: str):
@@ -46,6 +48,18 @@ def test_field_without_a_value_can_be_set():
 def test_rate_that_the_config_has_as_an_integer_takes_a_number():
     config = LLAMA | {"attention_dropout": 0, "rope_theta": 10000}
     assert override_fields(config, {"attention_dropout": 0.1, "rope_theta": 5e5})["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("before", [1, [1, 2]])
+@pytest.mark.parametrize("after", [3, [3, 4]])
+def test_end_token_may_be_one_or_a_list(before: object, after: object):
+    assert override_fields(LLAMA | {"eos_token_id": before}, {"eos_token_id": after})["eos_token_id"] == after
+
+
+@pytest.mark.parametrize("base", [10000, 12345.5])
+def test_rotary_base_of_local_layers_is_a_number(base: float):
+    config = {**LLAMA, "model_type": "gemma3_text", "head_dim": 8, "rope_local_base_freq": 10000}
+    assert override_fields(config, {"rope_local_base_freq": base})["rope_local_base_freq"] == base
 
 
 @pytest.mark.parametrize(

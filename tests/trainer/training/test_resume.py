@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -46,9 +47,37 @@ def test_later_end_of_the_decay_has_a_hint():
         check(schedule("cosine"), schedule("cosine", decay=MORE_STEPS))
 
 
+def test_cooldown_derived_from_a_later_end_has_the_hint_too():
+    with pytest.raises(PrepError, match=r"decay 20 -> 30, cooldown 2 -> 3 - `--set optimizer\.decay_steps=20` keeps"):
+        check(schedule("wsd", cooldown=2), schedule("wsd", decay=MORE_STEPS, cooldown=3))
+
+
 @pytest.mark.parametrize("key", ["data.path", "data.eval_path", "data.tokenizer"])
 def test_moved_data_may_have_another_path(key: str):
     job = make_job(make_setup(), manifest_fields={"data": "digest"})
     check_resumable({"data": "digest"}, job, changed={key: (("a",), ("b",))}, step=1)
     with pytest.raises(PrepError, match="the data has changed since the run began - other digest, now digest"):
         check_resumable({"data": "other digest"}, job, changed={key: (("a",), ("b",))}, step=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_allowed"),
+    [
+        ({"path": "moved.txt"}, True),
+        ({"eval_path": ["b", "c"]}, True),
+        ({"weight": 2.0}, False),
+        ({"name": "x"}, False),
+    ],
+)
+def test_moved_sources_may_have_other_paths(change: dict[str, Any], is_allowed: bool):
+    source = {"name": "web", "path": "web.txt", "eval_path": ["a", "b"], "weight": 1.0}
+    before = ({"name": "wiki", "path": "wiki.txt", "weight": 1.0}, source)
+    changed = {"data.sources": (before, (before[0], source | change))}
+    with nullcontext() if is_allowed else pytest.raises(PrepError, match=r"another recipe - data\.sources: "):
+        check_resumable({}, make_job(make_setup()), changed=changed, step=1)
+
+
+def test_sources_instead_of_a_path_are_another_recipe():
+    changed = {"data.sources": (None, ({"name": "wiki", "path": "wiki.txt"},))}
+    with pytest.raises(PrepError, match=r"data\.sources: not set -> "):
+        check_resumable({}, make_job(make_setup()), changed=changed, step=1)

@@ -15,7 +15,7 @@ from tests.helpers import runs
 from tests.helpers.training_folder import write_tokenizer
 from tests.trainer.training import test_lora_step
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
-from trainer.models.errors import UsageError
+from trainer.models.errors import PrepError, UsageError
 from trainer.nn.initialization import init_params
 from trainer.nn.kernels.options import AttentionOptions
 from trainer.training.log_lines import sample_lines
@@ -107,12 +107,19 @@ def test_sampler_generates_fewer_tokens_than_positions(tokenizer: TextTokenizer)
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(" ".join(["w1"] * 33), r"a prompt of `log\.samples` has 33 tokens"), (" ", "empty prompt")],
+    [(" ".join(["w1"] * 33), r"a prompt of `log\.samples` has 33 tokens"), (" ", r"`log\.samples`: empty prompt")],
     ids=["long", "no tokens"],
 )
 def test_impossible_prompts_are_refused(tokenizer: TextTokenizer, prompt: str, message: str):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         make_sampler(tokenizer, runs.make_setup(), prompts=(prompt,))
+    assert "--" not in caught.value.hint, "an option of `prep generate`"
+
+
+def test_prompt_that_cannot_be_encoded_is_refused(tokenizer: TextTokenizer):
+    with pytest.raises(PrepError, match=r"`log\.samples`: .* cannot encode a prompt") as caught:
+        make_sampler(tokenizer, runs.make_setup(), prompts=("\ud800",))
+    assert "--" not in caught.value.hint
 
 
 def test_samples_on_a_mesh_that_splits_tokens_are_refused(tokenizer: TextTokenizer):
