@@ -22,7 +22,7 @@ from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from trainer.planning.model_shapes import model_of_manifest
 from trainer.planning.step_inputs import run_dropout
 from trainer.planning.training_plan import with_values
-from trainer.recipe import LoadedRecipe, recipe_to_toml
+from trainer.recipe import LoadedRecipe, Recipe, recipe_to_toml
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
@@ -62,11 +62,8 @@ def prepare_run(
     from trainer.training.attention_choice import choose_kernel
     from trainer.training.datasets import build_datasets
 
-    recipe, step = loaded.recipe, start.resume_step
-    manifest = start.manifest if step and start.lora is None else setup.override_config(start.manifest, recipe)
-    model = setup.model_from_manifest(manifest)
-    setup.check_model_layout(recipe, model, sharding)
-    setup.check_seq_length(recipe.data, model)
+    recipe = loaded.recipe
+    manifest, model = _start_model(recipe, start, sharding)
     dropout = run_dropout(recipe, manifest["config"])
     kernel = choose_kernel(recipe, model, sharding, warn=ui.warn, dropout=dropout)
     processes_per_host = hosts.processes_per_host(group)
@@ -91,10 +88,7 @@ def prepare_run(
         kernel=kernel.name,
         datasets=datasets,
         dropout=dropout,
-        manifest_fields={
-            "recipe": recipe_to_toml(recipe, loaded.origins),
-            ENVIRONMENT_KEY: rounding_environment(sharding),
-        },
+        manifest_fields=_manifest_fields(loaded, sharding),
         token_functions=request.token_functions,
         stop_after=request.stop_after,
         frozen_dtypes={} if start.lora is None else frozen_dtypes(start, model, recipe.lora.base_dtype),
@@ -104,7 +98,7 @@ def prepare_run(
         loaded,
         place,
         start_checkpoint=start.model,
-        step=step,
+        step=start.resume_step,
         config=manifest["config"],
         job=job,
         kernel=kernel,
@@ -116,6 +110,26 @@ def prepare_run(
     if group.index == 0:  # the others may not see the run's folder
         _check_job(run, start.state_reader.manifest, model, ui)
     return run
+
+
+def _start_model(
+    recipe: Recipe, start: StartCheckpoint, sharding: ShardingContext
+) -> tuple[Mapping[str, Any], ModelSpec]:
+    """Return the manifest of the start checkpoint, with the recipe's changes, and its model; check the model."""
+    from trainer.training import setup
+
+    is_own_step = start.resume_step > 0 and start.lora is None  # its manifest has the changes already
+    manifest = start.manifest if is_own_step else setup.override_config(start.manifest, recipe)
+    model = setup.model_from_manifest(manifest)
+    setup.check_model_layout(recipe, model, sharding)
+    setup.check_seq_length(recipe.data, model)
+    return manifest, model
+
+
+def _manifest_fields(loaded: LoadedRecipe, sharding: ShardingContext) -> dict[str, Any]:
+    """Return the entries of the manifests of steps that do not depend on the step."""
+    text = recipe_to_toml(loaded.recipe, loaded.origins)
+    return {"recipe": text, ENVIRONMENT_KEY: rounding_environment(sharding)}
 
 
 def _tokenize(build: Callable[..., Datasets], folders: Mapping[str, Path], ui: Ui, *, offline: bool) -> Datasets:
