@@ -153,7 +153,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             state = _load_train_state(run, start, ui)
         if start.lora is not None:
             assert run.recipe.model.path is not None
-            facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
+            facts = base_facts(state, run.job.setup.model, start, name=run.recipe.model.path)
             if run.step:
                 check_base(start.state_reader.manifest, facts)
             job_fields = {**run.job.manifest_fields, **facts}
