@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import prepcli as prep
+from prepcli.cli.main import main
 from prepcli.commands.evaluation_hints import to_options
+from prepcli.errors import USAGE
 from tests.helpers.run_cli import error_lines, run_json
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
 from tests.helpers.training_folder import write_tokenizer
@@ -55,9 +57,11 @@ def test_hints_of_eval_name_its_options(words: list[str], hint: str, capsys: pyt
 
 def test_each_of_several_errors_names_options(capsys: pytest.CaptureFixture[str]):
     words = (*SPANS, "--set", "data.always_start_with_bos=true")
-    report = run_json(capsys, "eval", "t5", "--data", "a.jsonl", *words)
-    assert "`--set data.source_length=512`" in report["error"]["why"]
-    assert "in [data]" not in report["error"]["why"]
+    assert main(["eval", "t5", "--data", "a.jsonl", *words]) == USAGE
+    error = capsys.readouterr().err
+    assert "prep eval has 2 errors" in error
+    assert "`--set data.source_length=512`" in error
+    assert "in [data]" not in error
 
 
 def test_hints_of_evaluate_name_its_arguments():
