@@ -90,7 +90,13 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
     place = run_place(request.out, loaded.recipe.name, process_ui)
-    together = run_together(group, loaded.recipe.cluster, process_ui, has_saved_step=lambda: bool(place.known_steps()))
+    together = run_together(
+        group,
+        loaded.recipe.cluster,
+        process_ui,
+        has_saved_step=lambda: bool(place.known_steps()),
+        describe_durable=lambda: "" if request.dry_run else kept_note(place),
+    )
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
