@@ -9,6 +9,7 @@ from pathlib import Path
 
 from prepcli.commands.conversion import CommonOptions, PlannedConversion, run_conversion
 from prepcli.commands.export import ExportRequest, plan_copy
+from prepcli.commands.tokenizer_files import with_adapter_tokenizer
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY, read_manifest
@@ -84,6 +85,7 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
         request=command + (f" --config {request.common.config}" if request.common.config else ""),
         source_files=(*copy.plan.source_files, *adapter.file_stamps),
         streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
+        small_files=with_adapter_tokenizer(copy.plan.small_files, request.adapter),
         settings={**copy.plan.settings, "merged": settings},
     )
     base = read_settings(request.adapter).get("base_model_name_or_path")
