@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prepcli.commands.conversion import CommonOptions, PlannedConversion, run_conversion
 from prepcli.commands.export import ExportRequest, plan_copy
@@ -114,11 +115,11 @@ def _open_adapter(path: Path, source: Source) -> tuple[LoraConfig, Source]:
 
 def _check_base(adapter: Path, source: Source) -> None:
     """Raise PrepError if the manifest of an adapter has the digest of another base; PEFT's adapters have none."""
-    base = (read_manifest(adapter) or {}).get(BASE_KEY)
-    recorded = base.get(SAMPLE_DIGEST_KEY) if isinstance(base, dict) else None
-    if not recorded or recorded == (digest := sample_digest(source)):
+    base: Mapping[str, Any] = (read_manifest(adapter) or {}).get(BASE_KEY) or {}
+    recorded = base.get(SAMPLE_DIGEST_KEY)
+    if recorded is None or recorded == (digest := sample_digest(source)):
         return
-    why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!r:.60} had {recorded}"
+    why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
     hint = "the model that the adapter was trained with; `--no-verify` merges with another one"
     raise PrepError(f"{adapter} was trained with another base than {source.display_name}", why, hint)
 
