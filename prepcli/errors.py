@@ -15,6 +15,7 @@ from trainer.models.errors import (
     OutputExistsError,
     PrepError,
     UsageError,
+    invalid_config_error,
     usage_error,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "OutputExistsError",
     "PrepError",
     "UsageError",
+    "invalid_config_error",
     "usage_error",
 ]

@@ -60,9 +60,17 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (of_torch / "pytorch_model.bin").write_bytes(make_torch_file(tensors))
     make_checkpoint(tmp_path / "llama-13b", LLAMA, vocab_size=256, hidden_size=64)
     write_tokenizer(tmp_path / "gpt-neo-1.3B")
-    (tmp_path / "validation.txt").write_text(" ".join(WORDS * 4))
+    for name in ("text.txt", "validation.txt"):
+        (tmp_path / name).write_text(" ".join(WORDS * 4))
     make_adapter(tmp_path / "my-adapter", {"transformer.h.0.attn.attention.q_proj": (64, 64)})
     return tmp_path
+
+
+def write_recipes(page: Path, folder: Path) -> None:
+    """Write each block of a page that begins with the name of a TOML file."""
+    for block in blocks(page):
+        if block.language == "toml" and (name := re.match(r"# (\S+\.toml)\n", block.text)):
+            (folder / name[1]).write_text(block.text)
 
 
 def has_console(page: Path) -> bool:
@@ -74,6 +82,7 @@ def has_console(page: Path) -> bool:
 def test_commands_shown_work_and_print_the_output_shown(
     page: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_recipes(page, models)
     commands = [shown for block in blocks(page) if block.language == "console" for shown in block.commands()]
     for command, output in commands:
         program, *args = shlex.split(command)

@@ -263,7 +263,9 @@ def merge(
         DamagedError: Files of the base are damaged.
         PrepError: The adapter does not fit the base, or the merge failed. An interrupted one resumes when called again.
     """
-    request = merge_command.MergeRequest(Path(adapter), common_options(base, out, options))
+    request = merge_command.MergeRequest(
+        Path(adapter), common_options(base, out, options), verify=options.get("verify", True)
+    )
     return _convert("merge", lambda ui: merge_command.merge(request, ui), progress)
 
 

@@ -184,11 +184,13 @@ class MergeOptions(SourceOptions, total=False):
         overwrite: Replace another output of prep; default: False.
         restart: Discard the work of an interrupted run; default: False.
         allow_overflow: Write infinity for sums too large for the base's dtype; default: False, which raises.
+        verify: Compare the base with the one that the adapter was trained with; default: True.
     """
 
     overwrite: bool
     restart: bool
     allow_overflow: bool
+    verify: bool
 
 
 # The keyword options of the function of each command.

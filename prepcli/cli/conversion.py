@@ -260,6 +260,9 @@ def merge(
         ),
     ],
     allow_overflow: AllowOverflowOption = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Skip comparing BASE with the base that the adapter was trained with.")
+    ] = False,
     config: ConfigOption = None,
     *,
     write_options: WriteOptions,
@@ -282,7 +285,7 @@ def merge(
     ui = output_options.open_console("merge", progress)
     common = _common_options(context, base, write_options, hub_options, config=config, allow_overflow=allow_overflow)
     with raise_on_signal():
-        return ui.finish(run(MergeRequest(adapter, common), ui))
+        return ui.finish(run(MergeRequest(adapter, common, verify=not no_verify), ui))
 
 
 def _common_options(

@@ -38,7 +38,7 @@ def plan(
         typer.Option(
             "--devices",
             metavar="KIND[:N]",
-            help="Plan for N devices of KIND, for example v5p:256; default: all kinds.",
+            help="Plan for N devices of KIND, for example v5p:256; N alone: of any kind; default: all kinds.",
             show_default=False,
         ),
     ] = None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.compute_together import compute_together
 from prepcli.commands.conversion import check_config_option, make_access, open_checkpoint, source_line
 from prepcli.commands.evaluate_run import EvaluateRequest, LoadedModel
+from prepcli.commands.evaluation_hints import option_hints
 from prepcli.commands.evaluation_recipe import evaluation_recipe
 from prepcli.commands.model_files import tokenizer_path
 from prepcli.commands.open_params import open_params
@@ -51,9 +52,10 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     Raises:
         PrepError: An option is invalid, or the checkpoint, the data or the devices cannot be used.
     """
-    return compute_together(
-        request.mesh, ui, phase="eval", compute=lambda _, process_ui: _evaluate(request, process_ui)
-    )
+    with option_hints():
+        return compute_together(
+            request.mesh, ui, phase="eval", compute=lambda _, process_ui: _evaluate(request, process_ui)
+        )
 
 
 def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:

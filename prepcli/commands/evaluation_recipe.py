@@ -76,7 +76,7 @@ def evaluation_recipe(
         paths: Paths of the source.
         checkpoint: Name of the checkpoint.
         dtype: Dtype of the computation.
-        max_positions: Positions of the model.
+        max_positions: Positions of the model; 0 for no limit.
 
     Raises:
         UsageError: A setting is invalid.
@@ -85,7 +85,7 @@ def evaluation_recipe(
         _check_override(override)
     data_table: dict[str, Any] = {
         "path": list(paths),
-        "seq_length": data.seq_length or min(max_positions, MAX_DEFAULT_LENGTH),
+        "seq_length": data.seq_length or min(max_positions or MAX_DEFAULT_LENGTH, MAX_DEFAULT_LENGTH),
     }
     data_table |= {key: value for key, value in (("type", data.type), ("fields", data.fields)) if value is not None}
     tables: dict[str, Any] = {

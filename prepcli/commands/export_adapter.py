@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prepcli.commands.conversion import PlannedConversion, format_command_line
+from prepcli.commands.tokenizer_files import adapter_tokenizer
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS
@@ -53,7 +54,7 @@ def plan_adapter_export(source: Source, located: LocatedCheckpoint, dtype: str |
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=VocabResize(source.vocabulary(), (), Fill("zeros"))),
         files=files,
-        small_files=(SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora))),),
+        small_files=(SmallFile(ADAPTER_CONFIG, json_bytes(_peft_settings(source, lora))), *adapter_tokenizer(source)),
         dropped=tuple(dropped_state(source)),
         settings={
             **settings,

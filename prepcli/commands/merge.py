@@ -6,13 +6,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from prepcli.commands.conversion import CommonOptions, PlannedConversion, run_conversion
 from prepcli.commands.export import ExportRequest, plan_copy
+from prepcli.commands.tokenizer_files import with_adapter_tokenizer
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
+from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
+from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.peft_folder import adapter_config, is_adapter, open_adapter, read_settings
 from prepcli.sources.source import Source, SourceTensor
@@ -27,6 +31,7 @@ class MergeRequest:
 
     adapter: Path  # folder in the format of PEFT
     common: CommonOptions  # its checkpoint is the base
+    verify: bool = True  # compare the base with the one that the adapter was trained with
 
 
 def merge(request: MergeRequest, ui: Ui) -> Report:
@@ -66,6 +71,8 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
         why = "it has only adapters; a base is a complete model"
         raise usage_error(f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`")
     lora, adapter = _open_adapter(request.adapter, source)
+    if request.verify and not request.common.dry_run:  # a plan reads only headers
+        _check_base(request.adapter, source)
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], request.adapter)
     copy = plan_copy(ExportRequest(request.common, keep_padding=True), source, located)
@@ -79,6 +86,7 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
         request=command + (f" --config {request.common.config}" if request.common.config else ""),
         source_files=(*copy.plan.source_files, *adapter.file_stamps),
         streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
+        small_files=with_adapter_tokenizer(copy.plan.small_files, request.adapter),
         settings={**copy.plan.settings, "merged": settings},
     )
     base = read_settings(request.adapter).get("base_model_name_or_path")
@@ -103,6 +111,17 @@ def _open_adapter(path: Path, source: Source) -> tuple[LoraConfig, Source]:
     adapter = open_adapter(path, family, source.config)
     tensors = (replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors)
     return adapter_config(read_settings(path)), replace(adapter, tensors=tuple(tensors))
+
+
+def _check_base(adapter: Path, source: Source) -> None:
+    """Raise PrepError if the manifest of an adapter has the digest of another base; PEFT's adapters have none."""
+    base: Mapping[str, Any] = (read_manifest(adapter) or {}).get(BASE_KEY) or {}
+    recorded = base.get(SAMPLE_DIGEST_KEY)
+    if recorded is None or recorded == (digest := sample_digest(source)):
+        return
+    why = f"the first rows of its tensors have the digest {digest}, those of {base.get('name')!s:.60} had {recorded}"
+    hint = "the model that the adapter was trained with; `--no-verify` merges with another one"
+    raise PrepError(f"{adapter} was trained with another base than {source.display_name}", why, hint)
 
 
 def _with_adapter(source: Source, adapter: Source) -> Source:

@@ -15,7 +15,7 @@ from prepcli.commands.conversion import (
 )
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, Ui
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import invalid_config_error, usage_error
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, MatchOptions, vocab_tensors
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
@@ -103,7 +103,7 @@ def make_fill(init: str, seed: int | None, source: Source) -> Fill:
         raise usage_error(f"`--seed {seed}` is too large", f"it must be less than {SEED_LIMIT:,}")
     std = source.config.get("initializer_range", 0.02)
     if not isinstance(std, int | float) or not 0 <= std < math.inf:
-        raise PrepError("config.json is invalid", f"initializer_range is {std!r}, it must be a finite number >= 0")
+        raise invalid_config_error(f"initializer_range is {std!r}, it must be a finite number >= 0")
     return Fill(init, seed, float(std))
 
 

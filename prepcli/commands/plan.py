@@ -30,7 +30,7 @@ class PlanRequest:
     target: str  # a recipe or a checkpoint
     overrides: tuple[str, ...] = ()  # `KEY=VALUE`
     mesh: str | None = None  # instead of the recipe's
-    devices: str | None = None  # `KIND` or `KIND:NUMBER`; None: all kinds
+    devices: str | None = None  # `KIND`, `KIND:NUMBER` or `NUMBER`; None: all kinds
     search: bool = False  # list the meshes on which the step fits
     compile_step: bool = False  # compile the step, and show the compiler's plan
     html: Path | None = None  # file of a page
@@ -78,7 +78,7 @@ def _check_request(request: PlanRequest, devices: _Devices) -> None:
     """Raise UsageError for options that conflict or have no effect."""
     if request.search:
         if devices.kind is None:
-            check_needs("--search", True, "--devices", "a mesh fits into the memory of a kind of device")
+            check_needs("--search", True, "--devices KIND", "a mesh fits into the memory of a kind of device")
         if request.compile_step:
             why = "a compilation is of one mesh"
             raise usage_error("`--compile` has no effect with `--search`", why, "remove one of them")
@@ -137,11 +137,13 @@ def _resolved_mesh(mesh: str, devices: _Devices) -> str:
     """Return a mesh without an open axis, which the number of devices fills; without a number there must be none."""
     parsed = parse_mesh(mesh, "mesh")
     if devices.number is not None:
-        kind = devices.kind.name if devices.kind else "devices"
-        return str(resolve_mesh(parsed, devices.number, f"`--devices {kind}:{devices.number}`"))
+        kind = f"{devices.kind.name}:" if devices.kind else ""
+        return str(resolve_mesh(parsed, devices.number, f"`--devices {kind}{devices.number}`"))
     if -1 in parsed.sizes:
         why = "the number of devices is unknown"
-        raise usage_error(f"mesh {parsed} has an open axis", why, "`--devices v5p:256`, or `--mesh` without -1")
+        raise usage_error(
+            f"mesh {parsed} has an open axis", why, "`--devices 256` or `v5p:256`, or `--mesh` without -1"
+        )
     return str(parsed)
 
 

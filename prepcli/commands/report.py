@@ -14,7 +14,7 @@ from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import usage_error
 from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
-from prepcli.inspection.run_record import RunRecord, read_run
+from prepcli.inspection.run_record import RunRecord, is_number, read_run
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.retries import retry_policy_from_env
 
@@ -72,7 +72,6 @@ def _read(path: Path, ui: Ui) -> RunRecord:
 
 def summarize(run: RunRecord) -> dict[str, Any]:
     """Return the main numbers of a run; None for missing ones."""
-    eval_losses = run.points("eval_loss")
     tokens, skipped = run.last("tokens"), run.last("skipped")
     return {
         "run": run.name,
@@ -81,11 +80,18 @@ def summarize(run: RunRecord) -> dict[str, Any]:
         "tokens": None if tokens is None else int(tokens),
         "loss": run.last("loss"),
         "eval_loss": run.last("eval_loss"),
-        "best_eval_loss": min((value for _, value in eval_losses), default=None),
+        "best_eval_loss": _best_eval_loss(run),
         "tokens_per_s": _median(run, "tokens_per_s"),
         "mfu": _median(run, "mfu"),
         "skipped": None if skipped is None else int(skipped),
     }
+
+
+def _best_eval_loss(run: RunRecord) -> float | None:
+    """Return the lowest evaluation loss on as many tokens as the last one: `checkpoint.best` compares only those."""
+    lines = [line for line in run.lines if is_number(line.get("eval_loss"))]
+    same_data = [line["eval_loss"] for line in lines if line.get("eval_tokens") == lines[-1].get("eval_tokens")]
+    return min(same_data, default=None)
 
 
 def _median(run: RunRecord, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The tokenizer files of a run's steps: those of the tokenizer that the recipe names, or of its model."""
+"""The tokenizer files of runs and adapters: those of the tokenizer that the recipe names, or of its model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from prepcli.commands.model_files import GENERATION_CONFIG_FILE
 from prepcli.engine.files import io_error
 from prepcli.errors import usage_error
+from prepcli.formats.manifest import read_manifest
 from prepcli.planning.plan import SmallFile
-from prepcli.sources.source import HF_FOLDER
+from prepcli.sources.source import HF_FOLDER, Source
 from prepcli.targets.hf_folder import copied_files
 from trainer.recipe import Recipe
 
@@ -70,6 +71,29 @@ def with_recipe_tokenizer(files: tuple[SmallFile, ...], recipe: Recipe) -> tuple
         return files
     replaced = {PATH_PREFIX + name for name in (*TOKENIZERS, *TOKENIZER_SETTINGS)}
     return (*(file for file in files if file.path not in replaced), *named)
+
+
+def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
+    """Return the tokenizer files of a training step, for the folder of its adapter.
+
+    Raises:
+        PrepError: A file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    return copied_files([path for path in source.small_files if path.name in names], source.root)
+
+
+def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
+    """Return the files of a base with the tokenizer of an adapter that prep wrote; other adapters change no file.
+
+    Raises:
+        PrepError: The adapter's manifest is broken, or a file is a link that leaves the folder.
+    """
+    names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
+    paths = [adapter / name for name in names if (adapter / name).is_file()]
+    if read_manifest(adapter) is None or not any(path.name in TOKENIZERS for path in paths):
+        return files
+    return (*(file for file in files if file.path not in names), *copied_files(paths, adapter))
 
 
 def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:

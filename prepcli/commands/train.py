@@ -95,7 +95,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         loaded.recipe.cluster,
         process_ui,
         has_saved_step=lambda: bool(place.known_steps()),
-        waiting=remember_signal,  # process 0 may still export or push; a signal to it ends the others
+        describe_durable=lambda: "" if request.dry_run else kept_note(place),
     )
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
@@ -159,7 +159,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             state = _load_train_state(run, start, ui)
         if start.lora is not None:
             assert run.recipe.model.path is not None
-            facts = base_facts(state, run.job.setup.model, run.recipe.model.path)
+            facts = base_facts(state, run.job.setup.model, start, name=run.recipe.model.path)
             if run.step:
                 check_base(start.state_reader.manifest, facts)
             job_fields = {**run.job.manifest_fields, **facts}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.train_start import StartCheckpoint, damage_hint
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.run_place import RunPlace
+from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
 from trainer.models.lora import lora_family, lora_from_manifest
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from trainer.nn.model_spec import ModelSpec
     from trainer.training.step import TrainState
 
-BASE_KEY = "base"  # entry of a step's manifest: name and digest of the frozen parameters
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -69,14 +69,25 @@ def frozen_dtypes(start: StartCheckpoint, model: ModelSpec, base_dtype: str) -> 
     return {path: dtype if dtype in FLOAT_DTYPES else "float32" for path, dtype in stored.items()}
 
 
-def base_facts(state: TrainState, model: ModelSpec, name: str) -> dict[str, Any]:
-    """Return the manifest's entry for the frozen parameters: the name of their checkpoint, and their digest."""
+def base_facts(state: TrainState, model: ModelSpec, start: StartCheckpoint, *, name: str) -> dict[str, Any]:
+    """Return the manifest's entry for the frozen parameters.
+
+    Args:
+        state: State of the run, with the frozen parameters in the device memory.
+        model: The model.
+        start: Open checkpoint of the frozen parameters.
+        name: Name of the checkpoint.
+
+    Returns:
+        The name, the digest of all frozen parameters on the devices, with which a run resumes, and the `sample_digest`
+        of the checkpoint, with which `prep merge` recognizes it.
+    """
     from trainer.models.param_tree import flatten_tree
     from trainer.training.base_digest import frozen_digest
 
     leaves = flatten_tree(state["params"])
     digest = frozen_digest({path: leaves[path] for path in model.frozen_paths})
-    return {BASE_KEY: {"name": name, "digest": digest}}
+    return {BASE_KEY: {"name": name, "digest": digest, SAMPLE_DIGEST_KEY: start.sample_digest()}}
 
 
 def check_base(manifest: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.manifest import STATE_ITEM, find_manifest_folder, read_manifest
 from prepcli.formats.orbax import find_item
 from prepcli.remote.placeholders import rename_in_errors
-from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors
+from prepcli.restore.digest_checks import RECREATE_HINT, check_tensors, sample_digest
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.restore.params import open_weights
 from prepcli.restore.weights_reader import WeightsReader
@@ -130,9 +130,23 @@ class StartCheckpoint:
         """
         if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
             return
-        source = open_source(locate(self.name or str(self.reader.folder), access=Access(allow_urls=True)))
+        source = self._open_source(self.reader)
         tensors = source.all_tensors if has_state else source.tensors
         check_without_checksums(source, tensors, ui, hint=self.hint)
+
+    def sample_digest(self) -> str:
+        """Return the `sample_digest` of the parameters on disk.
+
+        Raises:
+            PrepError: They cannot be read.
+        """
+        assert not isinstance(self.reader, RandomReader)
+        reader = self.reader
+        return sample_digest(self._open_source(reader) if isinstance(reader, ItemReader) else reader.source)
+
+    def _open_source(self, reader: ItemReader) -> Source:
+        """Open the checkpoint of a reader as a source."""
+        return open_source(locate(self.name or str(reader.folder), access=Access(allow_urls=True)))
 
 
 def open_last_step(place: RunPlace, step: int, *, verify: bool) -> StartCheckpoint:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from prepcli.console.ui import Report, Ui, as_prep_error
 from prepcli.errors import FAILED, INTERRUPTED, STOPPED, PrepError
-from prepcli.execution.signals import Interrupted, Stopped
+from prepcli.execution.signals import Interrupted, Stopped, note_durable_work, raise_on_signal
 
 if TYPE_CHECKING:
     from trainer.distributed.coordination import CoordinatedProcesses
@@ -34,8 +34,8 @@ def run_together(
     ui: Ui,
     *,
     has_saved_step: Callable[[], bool],
+    describe_durable: Callable[[], str] = lambda: "",
     hint: str = NO_STEP_HINT,
-    waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Iterator[Callable[[str], None]]:
     """End this process with the other processes of its job, and wait for them at the end.
 
@@ -44,8 +44,9 @@ def run_together(
         cluster: Deadlines of the job.
         ui: Prints the error if another process ends the job.
         has_saved_step: Returns whether the run can be resumed.
+        describe_durable: Returns a description of the work that a later run continues from, for the message of a signal
+            that ends the wait; empty if there is none.
         hint: Hint of errors if it cannot.
-        waiting: Opened while this process waits for the others at the end.
 
     Yields:
         A function that sets the phase of this process, such as `load` or `step 12`.
@@ -69,8 +70,8 @@ def run_together(
     try:
         yield watchdog.enter
         watchdog.enter("end")
-        with waiting():
-            group.barrier("end")
+        with raise_on_signal(), note_durable_work(describe_durable):
+            _wait_for_all(group)
     except BaseException as raised:
         error = _wait_for_cause(raised, watchdog, has_saved_step, hint=hint)
         _end_job(error, group, watchdog)
@@ -80,6 +81,23 @@ def run_together(
     watchdog.close()
     if group.is_owner:
         group.disconnect()
+
+
+def _wait_for_all(group: ProcessGroup) -> None:
+    """Wait in a thread until all processes end: Python handles no signal during a wait of the coordination service."""
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            group.barrier("end")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _wait_for_cause(

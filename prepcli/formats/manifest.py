@@ -28,7 +28,9 @@ KEYS_BY_KIND = {
     "init": LAYOUT_KEYS,
     "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
 }  # additional required keys by kind
-ADAPTER_KEYS = ("lora", "base")  # of a checkpoint of adapters: their settings, and the model that they belong to
+BASE_KEY = "base"  # of adapters: name and digests of the frozen parameters
+SAMPLE_DIGEST_KEY = "sample_digest"  # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
+ADAPTER_KEYS = ("lora", BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
 PREP_KEYS = {
     *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
     *(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prepcli.console.lists import join_names
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import PrepError, invalid_config_error, usage_error
 from prepcli.planning.plan import DroppedTensor, EqualityCheck
 from trainer.models.axis_map import AxisMap, Row, bind_row
 from trainer.models.parameters import Family, HFConfig
@@ -206,7 +206,7 @@ def match_tensors(
     for path, row in rows.items():
         axis_map = bind_row(row, sizes)
         if (count := math.prod(f.extent for f in axis_map.stacked_factors)) > MAX_TENSORS_PER_ROW:
-            raise PrepError("config.json is invalid", f"it requires {count:,} tensors like {axis_map.text.strip()}")
+            raise invalid_config_error(f"it requires {count:,} tensors like {axis_map.text.strip()}")
         for name, stacked in axis_map.tensors():
             uses.setdefault(name, []).append(TensorUse(path.format(**stacked), path, axis_map, tuple(stacked.items())))
     dropped = tuple(_find_dropped(family, uses, tensors, options, duplicates))

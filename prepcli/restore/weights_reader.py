@@ -56,6 +56,7 @@ class WeightsReader:
     """CheckpointReader of the parameters of a source, with layers stacked on axis 0.
 
     Attributes:
+        source: The checkpoint.
         manifest: The model's facts, as a manifest would record them.
         leaves: Shape, dtype and read unit of each leaf, by dotted name.
         is_remote: Whether the source's files are on a server.
@@ -99,7 +100,7 @@ class WeightsReader:
             for name, leaf in self._leaves.items()
         }
         self.is_remote = bool(source.remote_blobs)
-        self._source, self._verify = source, verify
+        self.source, self._verify = source, verify
         self.read_nbytes, self._count_lock = 0, threading.Lock()
         self._files = open_blobs(without_read_ahead(source.byte_sources))
         self._num_threads = 1 if is_decoded else MAX_THREADS  # decoders share a cache
@@ -159,7 +160,7 @@ class WeightsReader:
     def _run_job(self, job: TensorJob, buffer: ByteArray) -> None:
         """Read a window or a whole tensor, and count its bytes."""
         if job.window is None:
-            nbytes = read_checked(job, self._source, self._files, buffer)
+            nbytes = read_checked(job, self.source, self._files, buffer)
         else:
             nbytes = self._read_window(job, job.window, buffer)
         with self._count_lock:
@@ -170,8 +171,8 @@ class WeightsReader:
             max_gap_nbytes = self._gap_nbytes(job.tensor.name)
             return read_window(job, window, self._files, buffer, max_gap_nbytes=max_gap_nbytes)
         except UnequalDuplicateError as error:
-            check_equal(self._source, EqualityCheck(error.duplicate.name, job.tensor.name))
-            raise PrepError(f"{self._source.display_name} changed while it was read") from error
+            check_equal(self.source, EqualityCheck(error.duplicate.name, job.tensor.name))
+            raise PrepError(f"{self.source.display_name} changed while it was read") from error
 
 
 def _group_by_leaf(

@@ -24,7 +24,7 @@ class ExampleSettings:
         bos_id: The model's beginning-of-sequence token; None if it has none.
         eos_id: The model's end-of-sequence token; None if it has none.
         add_bos: Put `bos_id` before each document, without loss.
-        add_eos: Put `eos_id`, if the model has it, after each document.
+        add_eos: Put `eos_id`, if the model has it, after each document; None: the same, except for ready token ids.
         source_prefix: Text put before each source.
         prepend_text: Text put before the first field of each document, which must be a text.
         subfield_separator: Text between the texts of a field.
@@ -37,7 +37,7 @@ class ExampleSettings:
     bos_id: int | None = None
     eos_id: int | None = None
     add_bos: bool = False
-    add_eos: bool = True
+    add_eos: bool | None = None
     source_prefix: str = ""
     prepend_text: str = ""
     subfield_separator: str = " "
@@ -45,7 +45,7 @@ class ExampleSettings:
     @property
     def end_id(self) -> int | None:
         """The token put after each document; None for none."""
-        return self.eos_id if self.add_eos else None
+        return None if self.add_eos is False else self.eos_id
 
     def identity_inputs(self) -> dict[str, Any]:
         """Return what determines ids and weights besides `fields` and `end_id`; empty for settings of version 0.1."""

@@ -25,6 +25,7 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
 
+ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")  # settings that put tokens around a document
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
 TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
@@ -50,6 +51,7 @@ class TokenizeConfig:
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
         remote: Finds the files of URLs.
+        is_mixed: Whether other sources of the run have the same settings.
         has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
     """
 
@@ -67,6 +69,7 @@ class TokenizeConfig:
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
     remote: RemoteFiles = NO_REMOTE_FILES
+    is_mixed: bool = False
     has_blocks: bool = True
 
 
@@ -91,7 +94,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     file_type = resolve_type(found, config.type)
     config = _with_type(config, file_type)
     if READERS[file_type].has_ids:
-        _note_ignored_settings(config.examples, note)
+        _check_unused_settings(config, note)
     files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
@@ -119,11 +122,18 @@ def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
     return replace(config, type=file_type, examples=replace(settings, fields=""))
 
 
-def _note_ignored_settings(settings: ExampleSettings, note: Note) -> None:
-    """Report settings that ready token ids do not have; they may be for other sources of a mixture."""
-    keys = [f"`data.{key}`" for key in ("add_bos", "prepend_text") if getattr(settings, key)]
-    if keys:
-        note(f"token ids are stored as they are, without {' and '.join(keys)}")
+def _check_unused_settings(config: TokenizeConfig, note: Note) -> None:
+    """Raise UsageError for settings that add tokens to ready token ids.
+
+    In a mixture they may be for other sources, and are reported to `note`.
+    """
+    keys = ", ".join(f"`data.{key}`" for key in ADDED_TOKENS if getattr(config.examples, key))
+    if not keys:
+        return
+    if not config.is_mixed:
+        why = "ready token ids are stored as they are"
+        raise usage_error(f"{keys} cannot be used with token ids", why, "remove it, and add the tokens to the files")
+    note(f"token ids are stored as they are, without {keys}")
 
 
 def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.MappedTokens:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainer.models.errors import INVALID_CONFIG, PrepError
+from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.rope_config import MAX_FLOAT32, Rope
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "silu", "swish", "relu")
@@ -77,7 +77,7 @@ class RelativePositionBias:
         if self.num_buckets < 4 or not exact < self.max_distance <= MAX_RELATIVE_DISTANCE:
             why = f"it has {self.num_buckets} buckets of distances up to {self.max_distance}"
             allowed = f"4 or more buckets, and a distance from {exact + 1} to {MAX_RELATIVE_DISTANCE:,}"
-            raise PrepError(INVALID_CONFIG, f"{why}; a relative position bias needs {allowed}")
+            raise invalid_config_error(f"{why}; a relative position bias needs {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def read_positive(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_FLOAT32:
-        raise PrepError(INVALID_CONFIG, f"{key} is {value!r:.60}, it must be a number above 0")
+        raise invalid_config_error(f"{key} is {value!r:.60}, it must be a number above 0")
     return float(value)
 
 
@@ -252,7 +252,7 @@ def read_sliding_windows(
     if layer_types is None:
         layer_types = [LAYER_TYPES[window is not None and is_sliding(layer)] for layer in range(layers)]
     elif window is None and isinstance(layer_types, list) and LAYER_TYPES[1] in layer_types:
-        raise PrepError(INVALID_CONFIG, f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window")
+        raise invalid_config_error(f"layer_types has {LAYER_TYPES[1]}, but there is no sliding_window")
     return windows_by_layer_type(layer_types, LAYER_TYPES, layers=layers, window=width, field="layer_types")
 
 
@@ -271,7 +271,7 @@ def _read_window(window: Any) -> int:
     if window is None:
         return FULL_ATTENTION
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise PrepError(INVALID_CONFIG, f"sliding_window is {window!r:.60}, it must be a positive integer")
+        raise invalid_config_error(f"sliding_window is {window!r:.60}, it must be a positive integer")
     return min(window, MAX_WINDOW)
 
 
@@ -296,7 +296,7 @@ def windows_by_layer_type(
     is_list = isinstance(layer_types, list)
     if not is_list or len(layer_types) != layers or any(name not in type_names for name in layer_types):
         why = f"{field} gives the layers {layer_types!r:.80}, it must give {layers} of {' and '.join(type_names)}"
-        raise PrepError(INVALID_CONFIG, why)
+        raise invalid_config_error(why)
     return tuple(window if name == type_names[1] else FULL_ATTENTION for name in layer_types)
 
 

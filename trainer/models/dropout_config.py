@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import invalid_config_error, usage_error
 from trainer.models.suggest import did_you_mean
 
 DROPOUT_KEY, FCM_KEY = "model.dropout", "model.fcm_ratio"
@@ -68,7 +68,7 @@ def _read_rate(config: Mapping[str, Any], config_field: ConfigField) -> float:
     if value is None:
         return default
     if not _is_rate(value):
-        raise PrepError("config.json is invalid", f"{name} is {value!r:.60}, it must be a number from 0 to below 1")
+        raise invalid_config_error(f"{name} is {value!r:.60}, it must be a number from 0 to below 1")
     return float(value)
 
 

@@ -51,3 +51,8 @@ class OutputExistsError(PrepError):
 def usage_error(what: str, why: str = "", hint: str = "") -> UsageError:
     """Return the error of an invalid request, with its exit code."""
     return UsageError(what, why, hint, USAGE)
+
+
+def invalid_config_error(why: str) -> PrepError:
+    """Return the error of a value in a config.json."""
+    return PrepError(INVALID_CONFIG, why)

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.models.architecture import ArchConfig
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS, Row, Sizes, bind_row, parse_row, stack_axis
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from trainer.models.errors import INVALID_CONFIG, PrepError
+from trainer.models.errors import PrepError, invalid_config_error
 
 HFConfig = Mapping[str, Any]  # the content of a config.json
 Condition = str | Callable[[HFConfig], bool]  # name of a field that must be true, ALWAYS, or a predicate of the config
@@ -149,7 +149,7 @@ def read_size(config: HFConfig, key: str, default: int, maximum: int = MAX_AXIS_
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
         why = f"{key} is {value!r:.60}, it must be an integer from 1 to {maximum:,}"
-        raise PrepError(INVALID_CONFIG, why)
+        raise invalid_config_error(why)
     return value
 
 

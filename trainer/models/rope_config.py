@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, invalid_config_error
 
 MAX_FLOAT32 = 3.4e38
 DEFAULT_ROPE = {"rope_type": "default"}
@@ -50,11 +50,11 @@ class Rope:
     def __post_init__(self) -> None:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             why = f"rotary embeddings rotate pairs, but {self.rotary_dim} elements of a head are to be rotated"
-            raise PrepError("config.json is invalid", why)
+            raise invalid_config_error(why)
         if self.rope_type == "dynamic" and self.rotary_dim == 2:
-            raise PrepError("config.json is invalid", "dynamic rotary embeddings need heads of 4 or more elements")
+            raise invalid_config_error("dynamic rotary embeddings need heads of 4 or more elements")
         if self.theta <= 1:
-            raise PrepError("config.json is invalid", f"rope_theta is {self.theta:g}, it must be above 1")
+            raise invalid_config_error(f"rope_theta is {self.theta:g}, it must be above 1")
         positive = {
             "factor": self.factor,
             "original_max_position_embeddings": self.original_max_positions,
@@ -63,7 +63,7 @@ class Rope:
         }
         for key, value in positive.items():
             if value <= 0:
-                raise PrepError("config.json is invalid", f"{key} of the rope scaling is {value:g}, it must be above 0")
+                raise invalid_config_error(f"{key} of the rope scaling is {value:g}, it must be above 0")
 
 
 def read_rope(
@@ -93,7 +93,7 @@ def read_rope(
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise PrepError("config.json is invalid", f"its rope scaling is {scaling!r:.60}, it must be an object")
+        raise invalid_config_error(f"its rope scaling is {scaling!r:.60}, it must be an object")
     type_name = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(type_name, str) or type_name not in rope_types:
         what = f"rope type `{type_name!s:.60}` is not supported for this family"
@@ -184,7 +184,7 @@ def read_layer_rope(
         layer_parameters = DEFAULT_ROPE  # has a type, so that a scaling with the old key `type` does not change it
     if not isinstance(layer_parameters, dict) or not isinstance(scaling, dict):
         why = f"rope_parameters is {parameters!r:.60}, it must have an object for each of {' and '.join(layer_types)}"
-        raise PrepError("config.json is invalid", f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
+        raise invalid_config_error(f"{why}; rope_scaling is {scaling!r:.60}, it must be an object")
     merged = {**layer_parameters, **scaling} if layer_type == layer_types[0] else layer_parameters
     truncate = {"truncate": parameters.get("truncate", True)}  # transformers reads it from the outer object only
     return read_rope({"rope_theta": theta, "rope_parameters": merged | truncate}, head_dim, max_positions=max_positions)
@@ -200,7 +200,7 @@ def check_rotary_dim(rotary_dim: int, head_dim: int, source: str) -> int:
     """
     if rotary_dim > head_dim:
         why = f"{source} rotates {rotary_dim} elements of a head, which has {head_dim}"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     return rotary_dim
 
 
@@ -211,7 +211,7 @@ def _original_positions(scaling: Mapping[str, Any], max_positions: int) -> float
 def _read_position_count(config: Mapping[str, Any], key: str, default: float) -> int:
     value = _read_number(config, key, default)
     if value < 1:
-        raise PrepError("config.json is invalid", f"{key} is {value:g}, it must be a positive integer")
+        raise invalid_config_error(f"{key} is {value:g}, it must be a positive integer")
     return int(value)
 
 
@@ -233,10 +233,10 @@ def _read_factors(scaling: Mapping[str, Any], key: str, count: int) -> tuple[flo
     values = scaling.get(key)
     if not isinstance(values, list) or len(values) != count:
         why = f"{key} of the rope scaling is {values!r:.60}, it must be {count} numbers, one per rotated pair"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     factors = tuple(_read_number({key: value}, key) for value in values)
     if (smallest := min(factors, default=1.0)) <= 0:
-        raise PrepError("config.json is invalid", f"{key} of the rope scaling has {smallest:g}, it must be above 0")
+        raise invalid_config_error(f"{key} of the rope scaling has {smallest:g}, it must be above 0")
     return factors
 
 
@@ -246,7 +246,7 @@ def _longrope_attention_factor(scaling: Mapping[str, Any], stretch: float, origi
         return _read_number(scaling, "attention_factor")
     factor = _read_number(scaling, "factor", stretch)
     if factor > 1 and original == 1:
-        raise PrepError("config.json is invalid", "longrope cannot stretch a model with 1 original position")
+        raise invalid_config_error("longrope cannot stretch a model with 1 original position")
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
@@ -254,5 +254,5 @@ def _read_number(config: Mapping[str, Any], key: str, default: Any = None) -> fl
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_FLOAT32:
-        raise PrepError("config.json is invalid", f"{key} of the rope scaling is {value!r:.60}, it must be a number")
+        raise invalid_config_error(f"{key} of the rope scaling is {value!r:.60}, it must be a number")
     return float(value)

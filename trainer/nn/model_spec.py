@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import ArchConfig
 from trainer.models.attention_kernels import check_saved_scores, check_split_sequence
-from trainer.models.errors import PrepError, usage_error
+from trainer.models.errors import PrepError, invalid_config_error, usage_error
 from trainer.models.lora import Adapters, LoraConfig, build_adapters
 from trainer.models.param_tree import ParamLeaf, param_leaves
 from trainer.models.parameters import Family, HFConfig
@@ -118,7 +118,7 @@ def build_model(
     true_size = config.get("true_vocab_size", padded_size)
     if not isinstance(true_size, int) or not 1 <= true_size <= padded_size:
         why = f"true_vocab_size is {true_size!r:.60}, not an integer from 1 to vocab_size {padded_size}"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     adapters = build_adapters(family, config, lora, scan=scan, scan_axis=scan_axis) if lora else None
     return ModelSpec(
         family=family,

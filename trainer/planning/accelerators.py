@@ -101,21 +101,22 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
     return ACCELERATORS[name] if name else None
 
 
-def parse_devices(text: str) -> tuple[Accelerator, int | None]:
-    """Parse `KIND` or `KIND:NUMBER`, such as `v5p:256`.
+def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
+    """Parse `KIND`, `KIND:NUMBER` or `NUMBER`, such as `v5p:256`.
 
     Returns:
-        The kind, and the number of devices; None without a number.
+        The kind and the number of devices; None for the one that is not given.
 
     Raises:
         UsageError: The kind is unknown, or the number is not an integer from 1 to MAX_DEVICES.
     """
-    name, colon, number = text.partition(":")
+    is_number = text.isdecimal()
+    name, colon, number = ("", ":", text) if is_number else text.partition(":")
     kinds = {known.lower(): known for known in ACCELERATORS}
-    if name.lower() not in kinds:
+    if not is_number and name.lower() not in kinds:
         why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
-        why = f"it takes KIND or KIND:NUMBER, at most {MAX_DEVICES:,} devices"
+        why = f"it takes KIND, KIND:NUMBER or NUMBER, at most {MAX_DEVICES:,} devices"
         raise usage_error(f"`--devices {text:.60}` is invalid", why, "`--devices v5p:256`")
-    return ACCELERATORS[kinds[name.lower()]], int(number) if colon else None
+    return None if is_number else ACCELERATORS[kinds[name.lower()]], int(number) if colon else None

@@ -108,7 +108,7 @@ class Data(BaseModel):
         default=None,
         description="put the model's end-of-sequence token, if it has one, after each document",
         examples=[True],
-        json_schema_extra=if_absent("true; false for chat"),
+        json_schema_extra=if_absent("true; false for chat and ids"),
     )
     always_start_with_bos: bool = Field(
         default=False,

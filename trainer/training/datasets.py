@@ -72,7 +72,7 @@ def build_datasets(
         model=model,
         manifest=manifest,
         seed=recipe.seed,
-        make_config=partial(_tokenize_config, folders=folders, remote=remote),
+        make_config=partial(_tokenize_config, folders=folders, remote=remote, is_mixed=recipe.data.sources is not None),
         tokenize=partial(tokenize_in_group, group=group or SingleProcess(), progress=progress),
     )
     return build_mixture(recipe.data, build, note=note)
@@ -125,6 +125,7 @@ def _tokenize_config(
     *,
     folders: Mapping[str, Path],
     remote: RemoteFiles,
+    is_mixed: bool,
 ) -> TokenizeConfig:
     check_packing(data, has_encoder=model.arch_config.encoder is not None)
     tokenizer = Path(data.tokenizer) if data.tokenizer else folders["tokenizer"]
@@ -144,6 +145,7 @@ def _tokenize_config(
         bad_lines=data.bad_lines,
         ids_dtype=data.ids_dtype,
         remote=remote,
+        is_mixed=is_mixed,
         has_blocks=data.packing == CONCATENATED,
     )
 
@@ -165,7 +167,7 @@ def _example_settings(
         bos_id=_special_id(model_config, "bos_token_id"),
         eos_id=_special_id(model_config, "eos_token_id"),
         add_bos=data.add_bos,
-        add_eos=not is_chat if data.add_eos is None else data.add_eos,
+        add_eos=False if is_chat and data.add_eos is None else data.add_eos,
         source_prefix=data.source_prefix or "",
         prepend_text=data.prepend_text,
         subfield_separator=data.subfield_separator,

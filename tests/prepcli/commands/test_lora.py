@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
-from prepcli.formats.manifest import read_manifest
+from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.training_folder import make_training_folder
@@ -102,6 +103,66 @@ def test_exported_adapter_starts_another_run(work_dir: Path):
     assert second["lora"] == first["lora"] | {"targets": second["lora"]["targets"]}
     assert second["tensors"].keys() == first["tensors"].keys()
     assert second["tensors"] != first["tensors"]
+
+
+def other_model(row: int) -> None:
+    """Write a copy of the base, `other`, with another value in a row of each tensor of layer 1."""
+    shutil.copytree("tiny", "other")
+    path = next(Path("other").glob("*.safetensors"))
+    tensors = load_file(path)
+    for name, values in tensors.items():
+        if ".1." in name:
+            values[row] += 1
+    save_file(tensors, path)
+
+
+@pytest.fixture
+def adapter(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return the adapter of a run, whose recipe has the padded init of the base."""
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    capsys.readouterr()
+    return Path("adapter")
+
+
+def test_merge_refuses_another_base(adapter: Path, capsys: pytest.CaptureFixture[str]):
+    other_model(row=0)
+    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert "adapter was trained with another base than other" in error
+    assert "tiny-init" in error
+    assert "--no-verify" in error
+    assert not Path("merged").exists()
+    assert main(["merge", "adapter", "other", "--no-verify", "--out", "merged", "-q"]) == OK
+    with pytest.raises(prep.PrepError, match="another base"):
+        prep.merge("adapter", "other", "again")
+    assert prep.merge("adapter", "other", "again", verify=False).path == Path("again")
+
+
+def test_merge_takes_its_base_in_other_formats(adapter: Path):
+    assert main(["reshard", "tiny-init", "--no-scan", "--compress", "zstd", "--out", "layers", "-q"]) == OK
+    for base in ("tiny", "tiny-init", "layers"):
+        assert main(["merge", "adapter", base, "--out", f"merged-{base}", "-q"]) == OK
+
+
+def test_merge_takes_adapters_without_a_digest(adapter: Path):
+    other_model(row=0)
+    manifest = adapter / MANIFEST_FILE
+    manifest.write_text(manifest.read_text().replace('"sample_digest"', '"unknown"'))
+    assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == OK
+    manifest.unlink()
+    assert main(["merge", "adapter", "other", "--out", "merged", "--overwrite", "-q"]) == OK
+
+
+def test_merge_knows_the_base_of_a_run_from_hf(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--set", "train.steps=3", "--set", "model.path=tiny", "-q"]
+    assert main(["train", "recipe.toml", *words]) == OK
+    assert main(["export", "runs/recipe", "--out", "adapter", "-q"]) == OK
+    other_model(row=3)
+    assert main(["merge", "adapter", "other", "-q"]) == FAILED
+    assert "another base" in capsys.readouterr().err
+    for base in ("tiny", "tiny-init"):
+        assert main(["merge", "adapter", base, "--overwrite", "-q"]) == OK
 
 
 def test_steps_of_adapters_are_no_complete_models(work_dir: Path, capsys: pytest.CaptureFixture[str]):

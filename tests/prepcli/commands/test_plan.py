@@ -13,6 +13,7 @@ from prepcli.commands.recipes import recipes_folder
 from prepcli.errors import FAILED, OK, USAGE
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_plans import RECIPE, TINY
+from trainer.planning.accelerators import ACCELERATORS
 
 RECIPES = sorted(path.name for path in recipes_folder().glob("*.toml"))
 GB = 10**9
@@ -96,6 +97,13 @@ def test_checkpoint_has_a_usual_step_and_its_own_mesh(capsys: pytest.CaptureFixt
     assert plan_json(capsys, "tiny", "--devices", "v5e:4")["mesh"] == "1,4,1"
 
 
+@pytest.mark.parametrize("mesh", ["1,-1,4", "fsdp:-1,mp:4"])
+def test_number_of_devices_fills_an_open_mesh(mesh: str, capsys: pytest.CaptureFixture[str]):
+    report = plan_json(capsys, "llama-7b.toml", "--set", f"mesh={mesh}", "--devices", "16")
+    assert (report["mesh"], len(report["kinds"])) == ("1,4,4", len(ACCELERATORS))
+    assert plan_json(capsys, "gpt2", "--devices", "16")["mesh"] == "16,1,1", "the recipe's"
+
+
 def test_outputs_of_other_commands_are_planned(capsys: pytest.CaptureFixture[str]):
     make_checkpoint(Path("tiny"), LLAMA)
     for command in (
@@ -176,7 +184,9 @@ def test_search_lists_fitting_meshes_first_the_fastest(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [
-        (["--search"], USAGE, "`--search` has no effect without `--devices`"),
+        (["--search"], USAGE, "`--search` has no effect without `--devices KIND`"),
+        (["--search", "--devices", "8"], USAGE, "`--search` has no effect without `--devices KIND`"),
+        (["--devices", "9"], USAGE, "mesh 1,8,1 needs 8 devices, there are 9"),
         (["--search", "--devices", "v4", "--html", "x"], USAGE, "`--html` has no effect with `--search`"),
         (["--search", "--devices", "v4:8", "--mesh", "1,8,1"], USAGE, "`--mesh` has no effect with `--search`"),
         (["--mesh=-1,1,1"], USAGE, "mesh -1,1,1 has an open axis"),

@@ -165,6 +165,20 @@ def test_speed_columns_are_medians(tmp_path: Path):
     assert prep.report(run).runs[0]["mfu"] == 0.4
 
 
+def test_best_loss_is_of_evaluations_with_as_many_tokens(tmp_path: Path):
+    """A run that is resumed with another `eval.limit` evaluates on other sequences."""
+    run = make_run(tmp_path / "run", num_lines=10)
+    losses = [(20, 3.0, 90), (31, 4.5, 180), (32, 4.2, 180), (33, 4.3, 180), (34, None, 180)]
+    lines = [json.dumps({"step": step, "eval_loss": loss, "eval_tokens": n}) + "\n" for step, loss, n in losses]
+    with (run / METRICS_FILE).open("a") as file:
+        file.writelines(lines)
+    (summary,) = prep.report(run, tmp_path / "a.html").runs
+    assert (summary["eval_loss"], summary["best_eval_loss"]) == (4.3, 4.2)
+    (run / METRICS_FILE).write_text("".join(lines[:1]))
+    (summary,) = prep.report(run, tmp_path / "b.html").runs
+    assert summary["best_eval_loss"] == 3.0
+
+
 def test_no_runs_are_refused():
     with pytest.raises(UsageError, match="no runs"):
         prep.report([])

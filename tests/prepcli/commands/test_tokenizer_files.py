@@ -88,6 +88,25 @@ def test_named_tokenizer_file_may_be_a_link(tmp_path: Path, recipe: Recipe, file
     assert texts(with_tokenizer(recipe, files, link)) == {**expected, "LICENSE": "text"}
 
 
+def test_merged_adapter_has_the_tokenizer_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    make_training_folder()
+    Path("other").mkdir()
+    write_tokenizer(Path("other"), WORDS[::-1])
+    words = ["train", "recipe.toml", "--out", "run", "-q", "--set", "data.tokenizer=other", "--set", "lora.rank=2"]
+    words += ["--set", "train.steps=3", "--set", "checkpoint.every=1"]
+    assert main([*words, "--stop-after", "1"]) == STOPPED
+    assert main(words) == OK
+    assert main(["export", "run", "--out", "adapter", "-q"]) == OK
+    assert main(["merge", "adapter", "tiny", "--out", "merged", "-q"]) == OK
+    tokenizer = Path("other/tokenizer.json").read_bytes()
+    for folder in (step_folder(Path("run"), 3) / "state" / "hf", Path("adapter"), Path("merged")):
+        assert (folder / "tokenizer.json").read_bytes() == tokenizer
+    Path("adapter/prep-manifest.json").unlink()
+    assert main(["merge", "adapter", "tiny", "--out", "merged", "--overwrite", "-q"]) == OK
+    assert Path("merged/tokenizer.json").read_bytes() == Path("tiny/tokenizer.json").read_bytes(), "PEFT's adapter"
+
+
 @pytest.mark.parametrize("model", ["tiny", "tiny-init"])
 def test_steps_have_the_tokenizer_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str):
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ os.fsync = slow_fsync
 """
 
 
-def wait_until(condition: Callable[[], bool], process: ForkedProcess) -> None:
+def wait_until(condition: Callable[[], bool], process: ForkedProcess | subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + MAX_S
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -128,4 +129,19 @@ def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
     out, _ = process.communicate(timeout=MAX_S)
     assert process.returncode == STOPPED
     check_message(json.loads(out), signal.SIGTERM, "not exported: step 3")
+    assert saved_steps(Path("run")) == [3]
+
+
+def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
+    """After the last step the other processes of a job wait for process 0."""
+    with serve_push_hub() as hub:
+        hub.failing_requests, hub.stall = "PUT /lfs/", "silent"
+        environment = hub_environment(hub.url, work_dir / "home") | {"HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+        words = (*WORDS, "--set", "checkpoint.push=o/m", "--set", "mesh=1,2,1")
+        processes = start_processes(*words, count=2, devices=1, env=environment)
+        wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
+        processes[1].send_signal(signal.SIGTERM)
+        (code_0, _, err_0), (code_1, _, err_1) = finish(processes, timeout_s=MAX_S)
+    assert (code_0, code_1) == (STOPPED, STOPPED), err_1
+    assert "error: stopped by SIGTERM of process 1\n hint: start all processes again" in err_0
     assert saved_steps(Path("run")) == [3]

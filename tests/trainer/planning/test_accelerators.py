@@ -13,10 +13,15 @@ from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devic
 )
 def test_parse_devices_accepts_kind_and_number(text: str, name: str, number: int | None):
     kind, parsed_number = parse_devices(text)
+    assert kind is not None
     assert (kind.name, parsed_number) == (name, number)
 
 
-@pytest.mark.parametrize("text", ["v5p:0", "v5p:", "v5p:-1", "v5p:x", "v5p:1048577", "v5p:99999999999999999999"])
+def test_parse_devices_accepts_a_number_alone():
+    assert parse_devices("256") == (None, 256)
+
+
+@pytest.mark.parametrize("text", ["v5p:0", "0", "1048577", "v5p:", "v5p:-1", "v5p:x", "v5p:1048577", 20 * "9"])
 def test_parse_devices_rejects_invalid_numbers(text: str):
     with pytest.raises(UsageError, match="is invalid"):
         parse_devices(text)

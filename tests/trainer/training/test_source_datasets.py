@@ -24,6 +24,7 @@ path = "x"
 [data]
 seq_length = 4
 holdout = {holdout}
+{keys}
 [[data.sources]]
 name = "a"
 path = "{folder}/a.txt"
@@ -41,12 +42,14 @@ steps = 1
 """
 
 
-def load_datasets(folder: Path, first: str = "", second: str = "", holdout: float = 0.25) -> tuple[Datasets, list[str]]:
+def load_datasets(
+    folder: Path, first: str = "", second: str = "", *, holdout: float = 0.25, keys: str = ""
+) -> tuple[Datasets, list[str]]:
     """Return the datasets of two sources, and the notes."""
     (folder / "a.txt").write_text("the cat sat on the mat. " * 30)
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": f"12 hats {i}"}) + "\n" for i in range(40)))
     text = RECIPE.replace("{folder}", str(folder)).replace("{first}", first).replace("{second}", second)
-    text = text.replace("{holdout}", str(holdout))
+    text = text.replace("{holdout}", str(holdout)).replace("{keys}", keys)
     (folder / "x.toml").write_text(text)
     config = {**LLAMA, "eos_token_id": 2, "vocab_size": 304}
     notes: list[str] = []
@@ -98,6 +101,15 @@ def test_source_may_have_evaluation_files(tmp_path: Path):
     assert isinstance(datasets.evaluation, ConcatenatedDataset)
     assert [*datasets.evaluation.parts] == ["b"]
     assert len(datasets.identity.split()) == 3
+
+
+def test_tokens_added_to_texts_are_not_added_to_ids(tmp_path: Path):
+    np.save(tmp_path / "c.npy", np.arange(8).repeat(8))
+    third = f'[[data.sources]]\nname = "c"\npath = "{tmp_path}/c.npy"'
+    datasets, notes = load_datasets(tmp_path, second=third, keys="add_eos = true")
+    assert isinstance(datasets.train, ConcatenatedDataset)
+    assert datasets.train.parts["c"].get_batch([0])["tokens"].tolist() == [[0, 0, 0, 0]]
+    assert "c: token ids are stored as they are, without `data.add_eos`" in notes
 
 
 def test_error_of_a_source_names_it(tmp_path: Path):

@@ -19,6 +19,7 @@ from trainer.data.readers.reader import (
 from trainer.models.errors import PrepError
 
 MAX_FIELD_CHARS = 64 << 20  # of one field; a file with an unclosed quote fails there
+CARRIAGE_RETURN_ERROR = "new-line character seen in unquoted field"  # of the csv module
 LINE_HINT = "fix or remove the line, or `data.bad_lines = N` skips up to N of them"
 
 
@@ -84,9 +85,19 @@ def _next_row(place: str, rows: Iterator[list[str]]) -> list[str] | None:
     try:
         row = next(rows, None)
     except csv.Error as error:
-        raise PrepError(f"{place}: not CSV", str(error), LINE_HINT) from error
+        raise _row_error(place, str(error)) from error
     _check_encoding(place, row or ())
     return row
+
+
+def _row_error(place: str, why: str) -> PrepError:
+    """Return the error for a row that the csv module refuses."""
+    what = f"{place}: not CSV"
+    if not why.startswith(CARRIAGE_RETURN_ERROR):
+        return PrepError(what, why, LINE_HINT)
+    path, _, _ = place.rpartition(":")
+    why = "it has a carriage return outside of quotes; lines end with a line feed"
+    return PrepError(what, why, rf"`tr '\r' '\n' < {path} > NEW` converts such line ends")
 
 
 def _check_encoding(place: str, row: Sequence[str]) -> None:

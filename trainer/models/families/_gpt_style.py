@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive
-from trainer.models.errors import PrepError
+from trainer.models.errors import invalid_config_error
 from trainer.models.parameters import MAX_AXIS_SIZE, MAX_LAYERS, HFConfig, read_size
 
 GPT2_FIELD_NAMES = {
@@ -47,7 +47,7 @@ def sizes(
 
     embed, heads = read("embed", "hidden_size", embed), read("heads", "num_attention_heads", heads)
     if embed % heads:
-        raise PrepError("config.json is invalid", f"{heads} attention heads do not divide the width {embed}")
+        raise invalid_config_error(f"{heads} attention heads do not divide the width {embed}")
     return {
         "vocab": read_size(config, "vocab_size", vocab),
         "positions": read("positions", "max_position_embeddings", positions),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from trainer.models import rows
 from trainer.models.architecture import FULL_ATTENTION, ArchConfig, read_activation, read_positive, read_sliding_windows
 from trainer.models.dropout_config import ATTENTION_DROPOUT, DropoutFields
-from trainer.models.errors import PrepError
+from trainer.models.errors import invalid_config_error
 from trainer.models.parameters import MAX_LAYERS, NEVER, Condition, Family, HFConfig, TreeLayout, read_size
 from trainer.models.rope_config import Rope, read_rope
 from trainer.models.rows import Parameters, embedding, linear, matrix, rms_norm, stack
@@ -85,7 +85,7 @@ def sizes(
     embed, heads = read_size(config, "hidden_size", embed), read_size(config, "num_attention_heads", heads)
     if embed < heads and config.get("head_dim") is None:
         why = f"hidden_size {embed} is too small for {heads} num_attention_heads"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     kv_default = heads if kv_heads is None or "num_key_value_heads" in config else kv_heads
     dim_default = embed // heads if head_dim is None or "head_dim" in config else head_dim
     return {
@@ -123,7 +123,7 @@ def arch_config(
     heads, kv_heads = axis_sizes["heads"], axis_sizes["kv_heads"]
     if heads % kv_heads:
         why = f"num_key_value_heads is {kv_heads}, it must divide num_attention_heads, which is {heads}"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     max_positions = read_size(config, "max_position_embeddings", max_positions)
     return ArchConfig(
         norm="rms",
@@ -148,7 +148,7 @@ def read_upper_layer_windows(config: HFConfig, layers: int) -> tuple[int, ...]:
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or first < 0:
         why = f"max_window_layers is {first!r:.60}, it must be an integer from 0 on"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     return read_sliding_windows(config, layers, window, lambda layer: layer >= first)
 
 
@@ -157,7 +157,7 @@ def read_experts_per_token(config: HFConfig, experts: int, default: int) -> int:
     count = read_size(config, "num_experts_per_tok", default)
     if count > experts:
         why = f"num_experts_per_tok is {count}, but there are {experts} experts"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     return count
 
 

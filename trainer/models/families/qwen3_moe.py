@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from trainer.models.architecture import ROPE_FIELDS, ArchConfig, reject_unsupported_fields, uniform_windows
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.families import _llama_style
 from trainer.models.parameters import HFConfig, if_set, read_size
 
@@ -31,7 +31,7 @@ def _check_every_layer_has_experts(config: HFConfig, layers: int) -> None:
     dense_layers, step = config.get("mlp_only_layers") or [], read_size(config, "decoder_sparse_step", 1)
     if not isinstance(dense_layers, list):
         why = f"mlp_only_layers is {dense_layers!r:.60}, it must be a list of layers"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     dense = [layer for layer in range(layers) if layer in dense_layers or (layer + 1) % step]
     if dense:
         field = "mlp_only_layers" if dense[0] in dense_layers else "decoder_sparse_step"

@@ -15,7 +15,7 @@ from trainer.models.architecture import (
     reject_unsupported_fields,
 )
 from trainer.models.dropout_config import DropoutFields
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, invalid_config_error
 from trainer.models.layouts import hf_flax_layout
 from trainer.models.parameters import MAX_LAYERS, Family, HFConfig, WeightTying, read_size
 from trainer.models.rows import Parameters, attention, embedding, matrix, rms_norm, stack
@@ -91,7 +91,7 @@ def _read_feed_forward(config: HFConfig) -> tuple[bool, str]:
     gate, _, name = text.rpartition("-")
     if gate not in ("", "gated"):
         why = f"feed_forward_proj is {text!r:.60}, it must be `ACT` or `gated-ACT`"
-        raise PrepError("config.json is invalid", why)
+        raise invalid_config_error(why)
     return bool(gate), config.get("dense_act_fn") or ("gelu_new" if text == "gated-gelu" else name)
 
 

@@ -57,6 +57,14 @@ def test_invalid_row_is_named_and_can_be_skipped(tmp_path: Path, row: bytes, wha
     assert [error.what for error in errors] == [f"{tmp_path}/{what}"]
 
 
+def test_carriage_returns_as_line_ends_are_named(tmp_path: Path):
+    with pytest.raises(PrepError) as raised:
+        read_csv(tmp_path / "a.csv", b"id,text\r1,one\r2,two\r")
+    assert raised.value.what == f"{tmp_path}/a.csv:1: not CSV"
+    assert raised.value.why == "it has a carriage return outside of quotes; lines end with a line feed"
+    assert raised.value.hint == f"`tr '\\r' '\\n' < {tmp_path}/a.csv > NEW` converts such line ends"
+
+
 def test_unclosed_quote_is_named(tmp_path: Path):
     with pytest.raises(PrepError, match=r"a.csv:2: not CSV - unexpected end of data"):
         read_csv(tmp_path / "a.csv", b'id,text\n1,"a\n2,b\n')

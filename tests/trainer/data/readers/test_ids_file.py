@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.helpers.corpus import EOS, make_config, tokenize_quietly
 from trainer.data.readers import ids_file
 from trainer.data.store import MappedTokens
 from trainer.data.tokenize import tokenize_files
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, UsageError
 
 IDS = [5, 6, EOS, 7, EOS, EOS, 8, 9]
 
@@ -51,15 +52,25 @@ def test_large_ids_are_stored_unchanged(tmp_path: Path):
     assert read_tokens(tmp_path / "a.npy", vocab=80_000).ids.tolist() == [70_000, 1]
 
 
-def test_settings_without_effect_on_ids_are_noted(tmp_path: Path):
+ADDED = {"prepend_text": "the", "bos_id": 1, "add_bos": True, "add_eos": True}
+
+
+@pytest.mark.parametrize("key", ["add_bos", "add_eos", "prepend_text"])
+def test_settings_without_effect_on_ids_are_errors(tmp_path: Path, key: str):
+    np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
+    settings = {name: value for name, value in ADDED.items() if name in (key, "bos_id")}
+    config = make_config(tmp_path, tmp_path / "a.bin", type="auto", seq_length=1, **settings)
+    with pytest.raises(UsageError, match=f"`data.{key}` cannot be used with token ids - ready token ids are stored"):
+        tokenize_files(config, progress=lambda *counts: None, note=lambda text: None)
+
+
+def test_settings_of_other_sources_are_noted_for_ids(tmp_path: Path):
     np.array(IDS, "<u2").tofile(tmp_path / "a.bin")
     notes: list[str] = []
-    config = make_config(
-        tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, prepend_text="the", bos_id=1, add_bos=True
-    )
+    config = replace(make_config(tmp_path, tmp_path / "a.bin", type="ids", seq_length=1, **ADDED), is_mixed=True)
     tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
     assert tokens.ids.tolist() == IDS
-    assert "token ids are stored as they are, without `data.add_bos` and `data.prepend_text`" in notes
+    assert "token ids are stored as they are, without `data.add_bos`, `data.add_eos`, `data.prepend_text`" in notes
 
 
 @pytest.mark.parametrize("bad", [-1, 300])

@@ -1,0 +1,83 @@
+"""Hints of `prep eval` name its options, not tables of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prepcli as prep
+from prepcli.cli.main import main
+from prepcli.commands.evaluation_hints import to_options
+from prepcli.errors import USAGE
+from tests.helpers.run_cli import error_lines, run_json
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint
+from tests.helpers.training_folder import write_tokenizer
+
+PAIRS = ("--fields", "[prompt], text")
+SPANS = ("--set", "data.objective=span_corruption")
+
+
+@pytest.fixture(autouse=True)
+def _work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, config in (("llama", LLAMA), ("t5", FAMILY_CONFIGS["t5"])):
+        make_checkpoint(Path(name), config)
+        write_tokenizer(Path(name))
+    Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 50)
+    Path("a.txt").write_text("w1 w2 w3 " * 50)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["t5", "--data", "a.jsonl", *PAIRS], "`--set data.source_length=512`"),
+        (["t5", "--data", "a.jsonl", *SPANS], "`--set data.source_length=512`"),
+        (
+            ["t5", "--data", "a.jsonl"],
+            "`--type json` and `--fields '[article], summary'`, or `--set data.objective=span_corruption`",
+        ),
+        (["llama", "--data", "a.jsonl", "--set", "data.source_length=4"], "`--fields '[article], summary'`"),
+        (["llama", "--data", "a.jsonl", "--set", "data.noise_density=0.3"], "`--set data.objective=span_corruption`"),
+        (["llama", "--data", "a.jsonl", "--fields", "body"], "`--fields COLUMN`"),
+        (["llama", "--data", "a.txt", "--fields", "body"], "`--type` sets the type of the files"),
+        (["llama", "--data", "a.txt", "--type", "text", "--fields", "body"], "`--type json`"),
+        (["llama", "--data", "a.jsonl", "--tokenizer", "none"], "`--tokenizer PATH`"),
+        (["llama", "--data", "a.jsonl", "--seq-length", "4000"], "more text, or `--seq-length 200`"),
+        (
+            ["llama", "--data", "a.jsonl", "--set", "model.attention_kernel=cudnn"],
+            "`--set model.attention_kernel=auto`",
+        ),
+    ],
+)
+def test_hints_of_eval_name_its_options(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]):
+    assert error_lines(capsys, "eval", *words)[2] == f" hint: {hint}"
+
+
+def test_each_of_several_errors_names_options(capsys: pytest.CaptureFixture[str]):
+    words = (*SPANS, "--set", "data.always_start_with_bos=true")
+    assert main(["eval", "t5", "--data", "a.jsonl", *words]) == USAGE
+    error = capsys.readouterr().err
+    assert "prep eval has 2 errors" in error
+    assert "`--set data.source_length=512`" in error
+    assert "in [data]" not in error
+
+
+def test_hints_of_evaluate_name_its_arguments():
+    with pytest.raises(prep.PrepError) as raised:
+        prep.evaluate("llama", "a.jsonl", fields="body")
+    assert raised.value.hint == '`fields="COLUMN"`'
+    with pytest.raises(prep.PrepError) as raised:
+        prep.evaluate("t5", "a.jsonl", fields="[prompt], text")
+    assert raised.value.hint == '`overrides="data.source_length=512"`'
+
+
+def test_lines_of_keys_that_eval_lacks_stay():
+    assert to_options("`holdout = 0.05` in [data]") == "`holdout = 0.05` in [data]"
+
+
+def test_model_without_positions_has_the_default_length(capsys: pytest.CaptureFixture[str]):
+    Path("a.jsonl").write_text('{"prompt": "w1 w2", "text": "w1 w2 w3"}\n' * 3)
+    report = run_json(capsys, "eval", "t5", "--data", "a.jsonl", *PAIRS, "--set", "data.source_length=4")
+    assert (report["ok"], report.get("seq_length")) == (True, 1024)
