@@ -38,7 +38,7 @@ class IncrementalDecoder:
     def push(self, ids: Sequence[int]) -> str:
         """Add token ids and return the next piece of text; empty if all of it is held back."""
         self._ids += ids
-        if self._start == len(self._ids) or _BYTE_TOKEN.fullmatch(self._token(self._ids[-1]) or ""):
+        if self._start == len(self._ids) or self._ends_with_byte():
             return ""
         piece = self._pending()
         if not piece.strip() or piece.endswith(REPLACEMENT):
@@ -49,6 +49,15 @@ class IncrementalDecoder:
     def finish(self) -> str:
         """Return the held-back text."""
         return self._pending()
+
+    def _ends_with_byte(self) -> bool:
+        """Return whether the last token with a text is a single byte, which more bytes may follow."""
+        for token_id in reversed(self._ids[self._start :]):
+            if _BYTE_TOKEN.fullmatch(self._token(token_id) or ""):
+                return True
+            if self._decode([token_id]):
+                return False
+        return False
 
     def _pending(self) -> str:
         """Decode the ids after the last piece."""

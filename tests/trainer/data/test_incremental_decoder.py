@@ -108,6 +108,12 @@ def test_characters_of_several_bytes_are_never_split(text: str):
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_special_token_does_not_end_a_run_of_bytes():
+    tokenizer = make_tokenizer("sentencepiece_bpe")
+    ids = [tokenizer.codec.token_id(token) or 0 for token in (*BYTES[:2], "<s>", BYTES[2])]
+    assert decode_in_pieces(tokenizer, [ids[:3], ids[3:]], []) == ["", "", "\u4e2d"]
+
+
 def test_text_arrives_with_its_token():
     tokenizer = make_tokenizer("word_level")
     assert decode_in_pieces(tokenizer, [[1], [2, 3], [1]], [2]) == [" a", " bc .", " a", ""]
