@@ -44,6 +44,7 @@ from trainer.models.process_address import ProcessAddress
 address = ProcessAddress(int(sys.argv[2]), 2, f"127.0.0.1:{sys.argv[1]}")
 group = start_processes(address, start_timeout_s=60, heartbeat_timeout_s=10)
 assert jax.device_count() == 2 * jax.local_device_count()
+group.barrier("end")  # the other process may still exchange its devices
 group.disconnect()
 try:
     start_processes(address, start_timeout_s=60, heartbeat_timeout_s=10)
