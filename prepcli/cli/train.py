@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -137,8 +137,8 @@ def train(
         verify=not no_verify,
         force=force,
     )
-    with library_output_hidden(to_stderr=ui.level >= SLABS):
-        report = run(request, ui)
+    with library_output_hidden(to_stderr=ui.level >= SLABS) as stdout:
+        report = run(request, replace(ui, out=stdout))
     return ui.finish(report)
 
 

@@ -52,25 +52,27 @@ def open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def library_output_hidden(to_stderr: bool) -> Iterator[None]:
+def library_output_hidden(to_stderr: bool) -> Iterator[TextIO]:
     """Keep text that libraries write to descriptor 1 out of stdout, which carries only the result.
 
     The network library of jax for CPUs prints there. Nothing may be written to `sys.stdout` meanwhile.
 
     Args:
         to_stderr: Write the text to stderr; False: drop it.
+
+    Yields:
+        A stream that writes to stdout.
     """
     sys.stdout.flush()
-    stdout = os.dup(1)
-    target = os.dup(2) if to_stderr else os.open(os.devnull, os.O_WRONLY)
-    os.dup2(target, 1)
-    os.close(target)
-    try:
-        yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # text in the buffers of C libraries
-        os.dup2(stdout, 1)
-        os.close(stdout)
+    with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace") as stdout:
+        target = os.dup(2) if to_stderr else os.open(os.devnull, os.O_WRONLY)
+        os.dup2(target, 1)
+        os.close(target)
+        try:
+            yield stdout
+        finally:
+            ctypes.CDLL(None).fflush(None)  # text in the buffers of C libraries
+            os.dup2(stdout.fileno(), 1)
 
 
 def escape_unencodable() -> None:

@@ -141,7 +141,8 @@ def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
         processes = start_processes(*words, count=2, devices=1, env=environment)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
         processes[1].send_signal(signal.SIGTERM)
-        (code_0, _, err_0), (code_1, _, err_1) = finish(processes, timeout_s=MAX_S)
+        (code_0, out_0, err_0), (code_1, _, err_1) = finish(processes, timeout_s=MAX_S)
     assert (code_0, code_1) == (STOPPED, STOPPED), err_1
     assert "error: stopped by SIGTERM of process 1\n hint: start all processes again" in err_0
+    assert json.loads(out_0)["error"]["what"] == "stopped by SIGTERM of process 1"
     assert saved_steps(Path("run")) == [3]

@@ -85,5 +85,7 @@ def test_library_output_hidden_keeps_stdout_for_results(capfd: pytest.CaptureFix
     with library_output_hidden(to_stderr=True):
         os.write(1, b"shown")
         ctypes.CDLL(None).puts(b"buffered")
+    with library_output_hidden(to_stderr=False) as stdout:
+        stdout.write("early ")
     os.write(1, b"result")
-    assert capfd.readouterr() == ("result", "shownbuffered\n")
+    assert capfd.readouterr() == ("early result", "shownbuffered\n")
