@@ -107,10 +107,9 @@ def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
         time.sleep(0.01)
     for process in processes[::-1]:
         process.send_signal(signal.SIGTERM)
-    (code, out, _), (other_code, _, other_err) = finish(processes)
+    (code, out, _), (other_code, _, _) = finish(processes)
     assert (code, other_code) == (STOPPED, STOPPED)
-    assert "not exported: step 3" in json.loads(out)["error"]["why"]
-    assert "error: stopped by SIGTERM of process 0" in other_err
+    assert json.loads(out)["error"]["what"].startswith("stopped by SIGTERM")  # its own, or that of the other one
 
 
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
