@@ -47,7 +47,7 @@ def step_exports(run: Run, ui: Ui) -> StepExports | None:
         _make_parent(request)
         export(request, _quiet_ui())
 
-    return StepExports(every, export=export_step, warn=ui.warn)
+    return StepExports(every, export=export_step, warn=ui.warn, note=ui.note)
 
 
 def make_missing_exports(run: Run, ui: Ui) -> None:
@@ -107,6 +107,7 @@ def push_last_step(run: Run, report: Report, ui: Ui) -> Report:
         return report
     request = export_request(run, run.job.steps)
     _make_parent(request)
+    ui.note(f"pushing step {run.job.steps} to {repository}")
     fields: Any = export_and_push(request, repository, private=False, ui=_quiet_ui()).fields
     ui.note(f"pushed to {fields['pushed']['commit']}")
     return Report(report.text, {**report.fields, "pushed": fields["pushed"]}, report.next_command)

@@ -12,15 +12,23 @@ from prepcli.console.ui import as_prep_error
 class StepExports:
     """Exporter of the multiples of an interval of steps, one after the other."""
 
-    def __init__(self, every: int, *, export: Callable[[int], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        every: int,
+        *,
+        export: Callable[[int], None],
+        warn: Callable[[str], None],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Set the interval; no thread is started before the first export.
 
         Args:
             every: Steps between two exports.
             export: Exports a step; does nothing if its export is complete.
             warn: Called with a message for a step whose export failed, which does not end the run.
+            note: Called with a message about the exports that `wait` waits for.
         """
-        self._every, self._export, self._warn = every, export, warn
+        self._every, self._export, self._warn, self._note = every, export, warn, note
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -54,6 +62,8 @@ class StepExports:
     def wait(self) -> None:
         """Wait until all exports have ended, unless they are abandoned."""
         if self._thread is not None:
+            if steps := sorted(self.in_use()):
+                self._note(f"exporting step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}")
             self._queue.put(None)
             self._thread.join()
             self._thread = None

@@ -28,13 +28,18 @@ def _wait(event: threading.Event) -> None:
 
 
 def test_steps_are_in_use_until_their_export_ends():
-    may_end = threading.Event()
-    exports = StepExports(1, export=lambda step: _wait(may_end), warn=print)
+    may_end, notes = threading.Event(), list[str]()
+
+    def note(text: str) -> None:
+        notes.append(text)
+        may_end.set()
+
+    exports = StepExports(1, export=lambda step: _wait(may_end), warn=print, note=note)
     exports.start_missing([1, 2])
     assert set(exports.in_use()) == {1, 2}
-    may_end.set()
     exports.wait()
     assert not exports.in_use()
+    assert notes == ["exporting steps 1, 2"]
 
 
 @pytest.mark.parametrize(
