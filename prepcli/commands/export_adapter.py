@@ -8,7 +8,7 @@ from typing import Any
 from prepcli.commands.conversion import PlannedConversion, format_command_line
 from prepcli.commands.tokenizer_files import adapter_tokenizer
 from prepcli.errors import PrepError
-from prepcli.formats.manifest import ADAPTER_KEYS
+from prepcli.formats.manifest import ADAPTER_KEYS, BASE_KEY
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.sources.locate import LocatedCheckpoint
@@ -101,7 +101,7 @@ def _peft_settings(source: Source, lora: LoraConfig) -> dict[str, Any]:
 
 def _base_name(manifest: Mapping[str, Any]) -> str:
     """Return the name of the adapters' checkpoint."""
-    base = manifest.get("base")
-    if not isinstance(base, dict) or not isinstance(base.get("name"), str):
+    base: Mapping[str, Any] = manifest.get(BASE_KEY, {})
+    if not isinstance(base.get("name"), str):
         raise PrepError("the manifest does not name the base of the adapters", "`base` is missing")
     return base["name"]

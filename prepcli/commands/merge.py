@@ -115,7 +115,7 @@ def _open_adapter(path: Path, source: Source) -> tuple[LoraConfig, Source]:
 
 def _check_base(adapter: Path, source: Source) -> None:
     """Raise PrepError if the manifest of an adapter has the digest of another base; PEFT's adapters have none."""
-    base: Mapping[str, Any] = (read_manifest(adapter) or {}).get(BASE_KEY) or {}
+    base: Mapping[str, Any] = (read_manifest(adapter) or {}).get(BASE_KEY, {})
     recorded = base.get(SAMPLE_DIGEST_KEY)
     if recorded is None or recorded == (digest := sample_digest(source)):
         return

@@ -29,6 +29,7 @@ KEYS_BY_KIND = {
     "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
 }  # additional required keys by kind
 BASE_KEY = "base"  # of adapters: name and digests of the frozen parameters
+OPTIONAL_KEYS = {BASE_KEY: dict}
 SAMPLE_DIGEST_KEY = "sample_digest"  # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
 ADAPTER_KEYS = ("lora", BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
 PREP_KEYS = {
@@ -85,8 +86,9 @@ def find_manifest_folder(path: Path) -> Path:
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise PrepError unless the manifest has all keys that later commands read."""
-    for key, expected_type in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(manifest.get("kind")), {})).items():
+    """Raise PrepError unless the manifest has all keys that later commands read, of the right types."""
+    optional = {key: expected_type for key, expected_type in OPTIONAL_KEYS.items() if key in manifest}
+    for key, expected_type in (REQUIRED_KEYS | KEYS_BY_KIND.get(str(manifest.get("kind")), {}) | optional).items():
         if not isinstance(manifest.get(key), expected_type):
             why = f"`{key}` is {manifest.get(key)!r:.60}" if key in manifest else f"`{key}` is missing"
             raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)

@@ -60,9 +60,10 @@ def test_read_manifest_rejects_other_files(tmp_path, data: bytes, text: str):
         {"kind": "train"} | LAYOUT | {"slots": {"opt_state.mu": []}},
         {"kind": "train"} | LAYOUT | {"slots": {"opt_state.mu": {"w": {}}}},
         {"kind": "train"} | LAYOUT | {"others": {"step": {"digests": "abc"}}},
+        {"base": "tiny"},  # optional
     ],
 )
-def test_read_manifest_checks_required_keys(tmp_path, change: dict[str, object]):
+def test_read_manifest_checks_types_of_keys(tmp_path, change: dict[str, object]):
     with pytest.raises(PrepError, match="is broken"):
         read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE | change)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -97,7 +98,7 @@ def _row_error(place: str, why: str) -> PrepError:
         return PrepError(what, why, LINE_HINT)
     path, _, _ = place.rpartition(":")
     why = "it has a carriage return outside of quotes; lines end with a line feed"
-    return PrepError(what, why, rf"`tr '\r' '\n' < {path} > NEW` converts such line ends")
+    return PrepError(what, why, rf"`tr '\r' '\n' < {shlex.quote(path)} > NEW` converts such line ends")
 
 
 def _check_encoding(place: str, row: Sequence[str]) -> None:
