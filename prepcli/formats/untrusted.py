@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
+from trainer.files.reading import MAX_SMALL_FILE_NBYTES, open_regular_file, read_regular_file
 
 MAX_CONFIG_NBYTES = 16 << 20
 BROKEN_CONFIG_HINT = "correct it, or get it again"
-MAX_SMALL_FILE_NBYTES = 100_000_000  # a manifest or another document that grows with a model
 
 
 def parse_json(text: bytes) -> Any:
@@ -50,9 +50,8 @@ def stat_file(path: Path) -> os.stat_result:
 
 def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
     """Return bytes of a regular file; raise PrepError if it cannot be read."""
-    stat_file(path)
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             file.seek(offset)
             return file.read(nbytes)
     except OSError as error:
@@ -61,10 +60,10 @@ def read_bytes(path: Path, offset: int = 0, nbytes: int = -1) -> bytes:
 
 def read_small_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
     """Return the content of a small file; raise PrepError if it is too large or not a regular file."""
-    nbytes = stat_file(path).st_size
-    if nbytes > max_nbytes:
-        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
-    return read_bytes(path, 0, nbytes)
+    try:
+        return read_regular_file(path, max_nbytes)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
 
 
 def list_folder(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from prepcli.engine.files import io_error
+from trainer.files.writing import write_file
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -38,7 +39,7 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
         f"<style>{STYLE}{style}</style></head>\n<body>\n{elements}\n</body></html>\n"
     )
     try:
-        path.write_text(page, "utf-8", errors="replace")  # file names may have bytes that are not UTF-8
+        write_file(path, page.encode(errors="replace"))  # file names may have bytes that are not UTF-8
     except OSError as error:
         raise io_error(path, error) from error
 

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from trainer.files.reading import open_regular_file, read_regular_file, resolve_named_path
+from trainer.models.errors import PrepError
+
+
+def test_open_regular_file_follows_links(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"text")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular_file(tmp_path / "link") as file:
+        assert file.read() == b"text"
+
+
+def test_open_regular_file_refuses_other_kinds(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for path in (tmp_path, tmp_path / "fifo", tmp_path / "socket", Path("/dev/zero")):
+            with pytest.raises(PrepError, match="is not a file"):
+                open_regular_file(path)
+
+
+def test_open_regular_file_raises_os_errors(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        open_regular_file(tmp_path / "missing")
+
+
+def test_open_regular_file_leaves_no_descriptor(tmp_path: Path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PrepError):
+        open_regular_file(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_read_regular_file_has_a_limit(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_regular_file(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(PrepError, match="it has 5 bytes, the limit is 4"):
+        read_regular_file(tmp_path / "file", 4)
+
+
+@pytest.mark.parametrize("name", ["train", "a/b.arrow", "a..b", "./c"])
+def test_resolve_named_path_stays_inside(name: str):
+    assert resolve_named_path(Path("data"), name, Path("data/list.json")) == Path("data") / name
+
+
+@pytest.mark.parametrize("name", ["../private", "a/../../b", "/etc/passwd", "", ".", "a\0b", 7, None])
+def test_resolve_named_path_refuses_paths_outside(name: object):
+    with pytest.raises(PrepError, match=r"data/list\.json names"):
+        resolve_named_path(Path("data"), name, Path("data/list.json"))

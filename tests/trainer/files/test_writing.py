@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.files.writing import write_file
+from trainer.models.errors import PrepError
+
+
+def test_write_file_creates_and_replaces(tmp_path: Path):
+    path = tmp_path / "page.html"
+    write_file(path, b"old")
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_write_file_uses_the_umask(tmp_path: Path):
+    write_file(tmp_path / "page.html", b"")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_write_file_accepts_the_longest_name(tmp_path: Path):
+    path = tmp_path / ("é" * 127 + "x")
+    write_file(path, b"text")
+    assert path.read_bytes() == b"text"
+
+
+def test_write_file_keeps_an_existing_file_unless_asked(tmp_path: Path):
+    path = tmp_path / "job.sh"
+    path.write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        write_file(path, b"new", overwrite=False)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["job.sh"]
+
+
+def test_write_file_follows_no_link(tmp_path: Path):
+    (tmp_path / "target").write_bytes(b"private")
+    (tmp_path / "page.html").symlink_to("target")
+    with pytest.raises(PrepError, match="it is a symbolic link"):
+        write_file(tmp_path / "page.html", b"new")
+    assert (tmp_path / "target").read_bytes() == b"private"
+
+
+def test_write_file_refuses_fifos_and_folders(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path):
+        with pytest.raises(PrepError, match="it is not a regular file"):
+            write_file(path, b"new")
+
+
+def test_write_file_keeps_the_old_file_when_the_disk_is_full(tmp_path: Path):
+    path = tmp_path / "page.html"
+    path.write_bytes(b"old")
+    program = (
+        "import resource, signal, sys; from pathlib import Path; from trainer.files.writing import write_file\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try:\n    write_file(Path(sys.argv[1]), bytes(5000))\n"
+        "except OSError as error:\n    sys.exit(error.errno)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == errno.EFBIG
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["page.html"]

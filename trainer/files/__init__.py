@@ -1,0 +1,1 @@
+"""Open and write files whose names or folders are not trusted."""

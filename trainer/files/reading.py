@@ -1,0 +1,89 @@
+"""Open regular files only, and resolve paths that a file names.
+
+A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read from a JSON file,
+leaves the folder that the user named.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from trainer.models.errors import PrepError
+
+MAX_SMALL_FILE_NBYTES = 100_000_000
+
+
+def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading. Links are followed.
+
+    Args:
+        path: The file.
+        buffering: As in `open`; 0 for none.
+
+    Raises:
+        PrepError: The path is a folder, FIFO, device or socket.
+        OSError: The system refuses to open it.
+    """
+    # O_NONBLOCK: without it, opening a FIFO waits for a writer. It has no effect on regular files.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if path.is_socket():
+            raise not_regular_error(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise not_regular_error(path)
+    return open(fd, "rb", buffering=buffering)
+
+
+def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> bytes:
+    """Read a whole small file.
+
+    Raises:
+        PrepError: The file is larger than `max_nbytes`, or not a regular file.
+        OSError: The system refuses to read it.
+    """
+    with open_regular_file(path) as file:
+        content = file.read(max_nbytes + 1)
+    if len(content) > max_nbytes:
+        nbytes = path.stat().st_size
+        raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
+    return content
+
+
+def resolve_named_path(folder: Path, name: object, named_by: Path) -> Path:
+    """Return the path of a file or folder inside `folder` that another file names.
+
+    Every name that prep reads from a file and opens passes through this function.
+
+    Args:
+        folder: Folder that the name is relative to.
+        name: The name, as read, e.g. `"train/data-00000.arrow"`.
+        named_by: The file that has the name, for the error message.
+
+    Raises:
+        PrepError: The name is not text, is absolute, has a `..` or NUL, or is the folder itself.
+
+    Example:
+        >>> resolve_named_path(Path("data"), "train", Path("data/dataset_dict.json"))
+        PosixPath('data/train')
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise _unsafe_name_error(named_by, name, "is not a file name")
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        raise _unsafe_name_error(named_by, name, f"is not inside {folder}")
+    return folder / relative
+
+
+def not_regular_error(path: Path) -> PrepError:
+    """Return the error for a path that is not a regular file."""
+    return PrepError(f"{path} is not a file", "it is a folder, FIFO, device or socket", "replace it by a file")
+
+
+def _unsafe_name_error(named_by: Path, name: object, why: str) -> PrepError:
+    return PrepError(f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again")
