@@ -12,7 +12,7 @@ from prepcli.console.formatting import format_bytes, format_duration
 from prepcli.console.ui import Report, Ui, format_table
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT, write_page
-from prepcli.demo.steps import DemoStep, StepReport, remove_output
+from prepcli.demo.steps import CommandError, DemoStep, StepReport, remove_output
 from prepcli.errors import PrepError, usage_error
 
 MARKER = ".made-by-prep-demo"
@@ -83,8 +83,11 @@ def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
     try:
         outcome = step.run(folder, step.args)
         report = replace(report, bytes=outcome.nbytes, peak=outcome.peak_nbytes, result=outcome.result, ok=True)
+    except CommandError as error:
+        report = replace(report, result=str(error), hint=f"`cd {shlex.quote(str(folder))} && {command}`")
     except PrepError as error:
-        report = replace(report, result=str(error))
+        # The command succeeded, and its outputs exist now: alone it would do something else.
+        report = replace(report, result=str(error), hint=f"`prep demo --out {shlex.quote(str(folder))}`")
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
@@ -101,8 +104,7 @@ def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int)
         closing = f"all {num_steps} steps passed; report with pictures: {out / REPORT}"
         return Report(f"{text}\n{closing}", fields, "run the same commands with your own model")
     what = f"the demo failed at step {len(step_reports)}: {failed.step}"
-    hint = f"`cd {shlex.quote(str(out))} && {failed.command}`" if failed.command else ""
-    return Report(text, fields, error=PrepError(what, failed.result, hint))
+    return Report(text, fields, error=PrepError(what, failed.result, failed.hint))
 
 
 def _table_row(report: StepReport) -> tuple[str, ...]:

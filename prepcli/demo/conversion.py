@@ -9,19 +9,21 @@ from pathlib import Path
 
 from prepcli.console.formatting import format_bytes
 from prepcli.demo.steps import (
+    MAX_KILL_TRIES,
     DemoStep,
     StepOutcome,
     check,
     conversion_outcome,
     list_files,
+    never_killed_error,
     partial_path,
     remove_output,
+    retry_note,
     run_and_kill,
     run_prep,
 )
 from prepcli.demo.tiny_model import VOCABULARY, write_tiny_model
 from prepcli.engine.journal import unseal_line
-from prepcli.errors import PrepError
 from prepcli.execution.staging import JOURNAL_STEM, WORK_FOLDER
 
 MODEL, PADDED, INIT, UNBROKEN, RESHARDED, EXPORTED = (
@@ -41,7 +43,6 @@ SAVE_INIT_ARGS = (
     "--memory",
     "32MiB",
 )  # a small budget yields many small steps, and so many moments for a kill
-MAX_KILL_TRIES = 5  # the command may end before it is killed
 
 
 def conversion_steps() -> tuple[DemoStep, ...]:
@@ -78,11 +79,11 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
         remove_output(folder / INIT)
         is_last = tries == MAX_KILL_TRIES
         if run_and_kill(folder, args, lambda is_last=is_last: _is_midway(unfinished, is_last)) and unfinished.exists():
-            durable, retry_note = _durable_nbytes(unfinished), f" (try {tries}: it was too fast)" if tries > 1 else ""
+            durable = _durable_nbytes(unfinished)
             share = f"{durable / _data_nbytes(unfinished):.0%}"
-            text = f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note}"
+            text = f"killed at {share}, {format_bytes(durable)} durable; no {INIT}{retry_note(tries)}"
             return StepOutcome(text, durable)
-    raise PrepError(f"the run ended {MAX_KILL_TRIES} times before it could be killed", "this machine is too fast")
+    raise never_killed_error()
 
 
 def _is_midway(unfinished: Path, is_last: bool) -> bool:

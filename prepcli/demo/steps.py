@@ -19,6 +19,11 @@ from prepcli.errors import PrepError
 
 CACHE_FOLDER = ".jax-cache"  # in the demo's folder
 POLL_EVERY_S = 0.0005
+MAX_KILL_TRIES = 5  # the command may end before it is killed
+
+
+class CommandError(PrepError):
+    """A command of a step has failed; the same command shows its whole message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class StepReport:
         peak: Peak memory in bytes; 0 if the command does not report it.
         result: Line with the result, or the error.
         ok: Whether the step succeeded.
+        hint: Command to type after a failure.
     """
 
     step: str
@@ -42,6 +48,7 @@ class StepReport:
     peak: int
     result: str
     ok: bool
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +96,16 @@ def step_environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def run_prep(folder: Path, args: Sequence[str], **variables: str) -> dict[str, Any]:
-    """Run a command in `folder` and return its JSON object. PrepError with its message if it fails."""
+    """Run a command in `folder` and return its JSON object. CommandError with its message if it fails."""
     process = subprocess.run(
         prep_argv(args), cwd=folder, env=step_environment(folder, **variables), capture_output=True, text=True
     )
     try:
         report = json.loads(process.stdout)
     except ValueError:
-        raise PrepError(f"prep {args[0]} ended with {process.returncode}", process.stderr.strip()[-200:]) from None
+        raise CommandError(f"prep {args[0]} ended with {process.returncode}", process.stderr.strip()[-200:]) from None
     if process.returncode or not report["ok"]:
-        raise PrepError(
+        raise CommandError(
             f"prep {args[0]} ended with {process.returncode}", report["error"]["what"], report["error"]["why"]
         )
     return report
@@ -121,7 +128,7 @@ def run_and_kill(folder: Path, args: Sequence[str], should_kill: Callable[[], bo
         process.kill()
         _, stderr = process.communicate()
     if process.returncode > 0:
-        raise PrepError(f"prep {args[0]} ended with {process.returncode}", stderr.strip()[-200:])
+        raise CommandError(f"prep {args[0]} ended with {process.returncode}", stderr.strip()[-200:])
     return process.returncode == -signal.SIGKILL
 
 
@@ -129,6 +136,17 @@ def check(condition: bool, message: str) -> None:
     """Raise PrepError with the message unless the condition holds."""
     if not condition:
         raise PrepError(message)
+
+
+def retry_note(tries: int) -> str:
+    """Return a note for the outcome of a kill if earlier runs ended before they were killed."""
+    return f" (try {tries}: it was too fast)" if tries > 1 else ""
+
+
+def never_killed_error() -> PrepError:
+    """Return the error of a step with runs that all ended before they were killed."""
+    why = "this machine is too fast, or too busy to look at the run in time"
+    return PrepError(f"the run ended {MAX_KILL_TRIES} times before it could be killed", why)
 
 
 def conversion_outcome(report: Mapping[str, Any], result: str) -> StepOutcome:

@@ -11,17 +11,19 @@ import numpy as np
 
 from prepcli.demo.conversion import RESHARDED
 from prepcli.demo.steps import (
+    MAX_KILL_TRIES,
     DemoStep,
     StepOutcome,
     check,
     conversion_outcome,
     list_files,
+    never_killed_error,
     remove_output,
+    retry_note,
     run_and_kill,
     run_prep,
 )
 from prepcli.demo.tiny_model import VOCABULARY, WORDS
-from prepcli.errors import PrepError
 from prepcli.formats.run_steps import saved_steps, step_folder
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
@@ -120,14 +122,30 @@ def _last_step_nbytes(folder: Path, run: str) -> int:
 
 
 def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
-    """Kill the run a few steps after its first checkpoint; only the steps since the checkpoint are lost."""
+    """Kill the run when a step is durable and a later one is logged; try again if the run ended before."""
     run = folder / KILLED
-    remove_output(run)
-    if not run_and_kill(folder, args, lambda: len(logged_losses(folder, KILLED)) > SAVE_EVERY + 2, **DEVICES):
-        raise PrepError("the run ended before it could be killed", "this machine is too fast")
-    done, saved = len(logged_losses(folder, KILLED)), saved_steps(run)
-    check(bool(saved) and saved[-1] < STEPS, f"the saved steps are {saved}")
-    return StepOutcome(f"killed after step {done}, step {saved[-1]} is durable", _last_step_nbytes(folder, KILLED))
+    for tries in range(1, MAX_KILL_TRIES + 1):
+        remove_output(run)
+        was_killed = run_and_kill(folder, args, lambda: _has_steps_to_lose(folder), **DEVICES)
+        saved = saved_steps(run)
+        if was_killed and saved and saved[-1] < STEPS:
+            text = f"killed after step {_last_logged_step(folder)}, step {saved[-1]} is durable{retry_note(tries)}"
+            return StepOutcome(text, _last_step_nbytes(folder, KILLED))
+    raise never_killed_error()
+
+
+def _has_steps_to_lose(folder: Path) -> bool:
+    """Return whether the run has a durable step, and has logged a later one.
+
+    A save runs beside the next steps, so that the durable step can be any number of steps behind.
+    """
+    saved = saved_steps(folder / KILLED)
+    return bool(saved) and _last_logged_step(folder) > saved[-1]
+
+
+def _last_logged_step(folder: Path) -> int:
+    """Return the number of logged steps, which is the last one: each step is logged."""
+    return len(logged_losses(folder, KILLED))
 
 
 def _resume(folder: Path, args: Sequence[str]) -> StepOutcome:

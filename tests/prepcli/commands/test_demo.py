@@ -17,7 +17,7 @@ from prepcli.commands.demo import MARKER, demo
 from prepcli.console.ui import Ui
 from prepcli.demo import conversion, training
 from prepcli.demo.page import REPORT
-from prepcli.demo.steps import DemoStep
+from prepcli.demo.steps import DemoStep, StepOutcome
 from prepcli.demo.tiny_model import VOCABULARY
 from prepcli.errors import FAILED, OK, USAGE, PrepError
 from tests import CACHE, FLAGS
@@ -173,3 +173,13 @@ def test_demo_keeps_a_folder_of_the_user(tmp_path: Path) -> None:
 
 def test_demo_vocabulary_is_odd() -> None:
     assert len(VOCABULARY) % 2 == 1
+
+
+def test_demo_hints_at_the_demo_after_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path, words: Sequence[str]) -> StepOutcome:
+        raise PrepError("the run ended 5 times before it could be killed")
+
+    monkeypatch.setattr(module, "_tasks", lambda: (DemoStep("train, kill -9", training.KILLED_ARGS, fail),))
+    report = demo(tmp_path / "out", make_ui())
+    assert report.error is not None
+    assert report.error.hint == f"`prep demo --out {tmp_path}/out`"
