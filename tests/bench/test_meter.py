@@ -13,11 +13,11 @@ from bench.meter import anonymous_nbytes, drop_page_cache, measure, process_tree
 
 MIB = 1 << 20
 MAP = "import mmap, sys, time; m = mmap.mmap(open(sys.argv[1]).fileno(), 0, prot=1); sum(m[::4096]); time.sleep(0.2)"
-HOLD = "import sys, time; data = b'x' * (int(sys.argv[1]) << 20); time.sleep(0.3)"
+HOLD = "import sys, time; data = b'x' * (int(sys.argv[1]) << 20); time.sleep(1)"
 
 
 def hold(mib: int) -> list[str]:
-    """Return a command that holds `mib` MiB of memory for 0.3 s."""
+    """Return a command that holds `mib` MiB of memory for a second."""
     return [sys.executable, "-c", HOLD, str(mib)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-MAX_S = 60.0
+from tests.helpers.waiting import MAX_S
 
 
 class SimulatedSignal(BaseException):

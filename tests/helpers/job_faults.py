@@ -18,9 +18,9 @@ import numpy as np
 from prepcli.formats.run_steps import saved_steps, step_folder
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.processes import NO_CHANGE, Change, start_processes
+from tests.helpers.waiting import MAX_S, wait_until
 
 ROOT = Path(__file__).parents[2]
-MAX_S = 300.0
 SETTINGS = {
     "mesh": "1,2,2",
     "train.steps": "40",
@@ -130,10 +130,7 @@ def state_digest(run: Path) -> tuple[int, str]:
 
 def _begin(fault: Fault, processes: list[subprocess.Popen[str]], outputs: list[_Output], *, run: Path) -> float:
     """Send the signal of a fault, or call its action, after its trigger; return the time."""
-    deadline_s = time.monotonic() + MAX_S
-    while not any(re.search(fault.trigger, output.text()) for output in outputs):
-        assert time.monotonic() < deadline_s, f"no process printed {fault.trigger!r}"
-        time.sleep(0.01)
+    wait_until(lambda: any(re.search(fault.trigger, output.text()) for output in outputs))
     time.sleep(fault.delay_s)
     if fault.number:
         processes[fault.victim].send_signal(fault.number)

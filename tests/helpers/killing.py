@@ -16,6 +16,7 @@ from typing import Any
 from tests.helpers.adapters import make_adapter
 from tests.helpers.fork_server import ForkedProcess, run_prep, start_prep
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
+from tests.helpers.waiting import MAX_S
 
 LARGE: dict[str, Any] = {
     "hidden_size": 512,
@@ -125,7 +126,7 @@ def run_and_kill(
         time.sleep(max(0.0, started_s + moment_s - time.monotonic()))
         processes[index].kill()
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=MAX_S)
     return [process.wait() for process in processes]
 
 
@@ -147,7 +148,7 @@ def check_killed(
             break
     processes = [start_command(setup, name, out.name, *more) for more in rng.choice(launches)]
     for process in processes:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=MAX_S)
         assert process.returncode == 0, err.decode()
     assert read_files(out) == setup.expected_files(name)
     assert not out.with_name(out.name + ".partial").exists()

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.helpers.waiting import MAX_S
+
 
 class Handler(BaseHTTPRequestHandler):
     """Request handler for HTTP/1.1 without buffering delays and without a log."""
@@ -22,7 +24,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 STALL_KINDS = ("silent", "close", "headers", "body", "midway")
-_STALL_S = 30.0  # duration of a stalled answer; clients give up earlier
 
 
 def stall(handler: BaseHTTPRequestHandler, kind: str) -> None:
@@ -31,8 +32,8 @@ def stall(handler: BaseHTTPRequestHandler, kind: str) -> None:
     sent = {"body": head + b"\r\n", "midway": head + b'\r\n{"id": '}.get(kind, b"")
     handler.connection.sendall(sent)
     if kind in ("silent", "midway"):
-        time.sleep(_STALL_S)
-    end_s = time.monotonic() + _STALL_S
+        time.sleep(MAX_S)
+    end_s = time.monotonic() + MAX_S
     for byte in head * 1000 if kind in ("headers", "body") else b"":
         if time.monotonic() > end_s:
             break

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tests.helpers.waiting import MAX_S
+
 ResultT = TypeVar("ResultT")
-TIMEOUT_S = 60
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class _Board:
     def get(self, name: str) -> str:
         """Wait for a text; raise AssertionError if a thread has failed."""
         with self.changed:
-            self.changed.wait_for(lambda: name in self.texts or self.is_closed, TIMEOUT_S)
+            self.changed.wait_for(lambda: name in self.texts or self.is_closed, MAX_S)
             assert name in self.texts, f"no process sent {name}"
             return self.texts[name]
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from prepcli.launch import local
 from tests import CACHE, FLAGS
+from tests.helpers.waiting import MAX_S
 
 COMPILATION = (FLAGS, CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")  # as in the process of the tests
 
@@ -87,7 +88,7 @@ def join_job() -> None:
     )
 
 
-def finish(processes: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[tuple[int, str, str]]:
+def finish(processes: list[subprocess.Popen[str]], timeout_s: float = MAX_S) -> list[tuple[int, str, str]]:
     """Wait for processes; return the exit code, stdout and stderr of each."""
     try:
         outputs = [process.communicate(timeout=timeout_s) for process in processes]

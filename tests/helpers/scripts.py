@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from tests.helpers.waiting import MAX_S
+
 # A program that appends its words and variables to calls.jsonl, and exits with the next line of NAME.codes
 RECORDER = f"""#!{sys.executable}
 import json, os, sys
@@ -78,5 +80,5 @@ def run_script(script: str, folder: Path, *, codes: dict[str, list[int]] | None 
         (folder / f"{name}.codes").write_text("\n".join(map(str, (codes or {}).get(name, []))))
     assert subprocess.run(["bash", "-n"], input=script, encoding="utf-8").returncode == 0
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "RECORDS": str(folder), "HOME": str(folder), **env}
-    done = subprocess.run(["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=60)
+    done = subprocess.run(["bash", "-s"], input=script, encoding="utf-8", env=environ, cwd=folder, timeout=MAX_S)
     return Calls(done.returncode, [tuple(json.loads(line)) for line in (folder / "calls.jsonl").open()])

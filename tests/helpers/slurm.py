@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prepcli.launch.local import free_port
+from tests.helpers.waiting import MAX_S, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 NODES = ("127.0.0.1", "127.0.0.2")  # names that resolve without a change of /etc/hosts
@@ -86,7 +87,7 @@ def job_fields(job: str, variables: dict[str, str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
 
-def wait_for_job(job: str, variables: dict[str, str], *, state: str, timeout_s: float = 300) -> dict[str, str]:
+def wait_for_job(job: str, variables: dict[str, str], *, state: str, timeout_s: float = MAX_S) -> dict[str, str]:
     """Wait until a job is in a state, and return its fields. A requeued job starts at once instead of after minutes."""
     deadline_s = time.monotonic() + timeout_s
     while (fields := job_fields(job, variables))["JobState"] != state:
@@ -98,12 +99,10 @@ def wait_for_job(job: str, variables: dict[str, str], *, state: str, timeout_s: 
 
 
 def _run(words: list[str], variables: dict[str, str]) -> str:
-    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env={**os.environ, **variables}, capture_output=True, text=True, timeout=MAX_S)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout
 
 
 def _wait_until(is_done: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not is_done() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+    wait_until(is_done)

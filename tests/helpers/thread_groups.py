@@ -7,16 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tests.helpers.waiting import MAX_S
 from trainer.distributed.process_group import ProcessGroup
-
-TIMEOUT_S = 120.0
 
 
 class _Exchange:
     """Texts of all members, per call."""
 
     def __init__(self, count: int) -> None:
-        self.barrier = threading.Barrier(count, timeout=TIMEOUT_S)
+        self.barrier = threading.Barrier(count, timeout=MAX_S)
         self.texts: list[str] = [""] * count
 
 

@@ -15,6 +15,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.cli.root import LAUNCH_COMMANDS, app
 from prepcli.sources.aliases import ALIAS_FAMILIES
+from tests.helpers.waiting import MAX_S
 
 SLOW_IMPORTS = {"numpy", "ml_dtypes", "jax", "flax", "rich", "huggingface_hub", "orbax", "tensorstore", "torch"}
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
@@ -78,7 +79,7 @@ def prep(*args: str, script: str = "") -> subprocess.Popen[str]:
 
 def run(*args: str, script: str = "") -> tuple[int, str, str]:
     process = prep(*args, script=script)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=MAX_S)
     return process.returncode, out, err
 
 
@@ -226,7 +227,7 @@ def test_signal_stops_conversion_with_75(number: signal.Signals) -> None:
     assert process.stderr is not None
     assert process.stderr.readline() == "ready\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=MAX_S)
     assert (process.returncode, out) == (75, "")
     what, why, hint = "cleaned up\nerror: stopped by", "1 of 2 bytes are kept", "to resume: `prep convert`"
     assert err == f"{what} {number.name}\n  why: {why}\n hint: {hint}\n"
@@ -237,7 +238,7 @@ def test_stopped_conversion_prints_json() -> None:
     assert process.stderr is not None
     process.stderr.readline()
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=MAX_S)
     error = json.loads(out)["error"]
     assert (error["code"], error["what"]) == (75, "stopped by SIGTERM")
 
@@ -252,7 +253,7 @@ def test_ctrl_c_exits_130_with_durable_notes(command: str, kept: str) -> None:
     assert process.stderr is not None
     process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=MAX_S)
     assert process.returncode == 130
     assert err == f"cleaned up\nerror: interrupted\n{kept}"
 
@@ -279,7 +280,7 @@ def test_closed_stdout_keeps_the_exit_code(args: list[str], code: int) -> None:
     os.close(read_end)
     command = [sys.executable, "-c", WITH_COMMAND, *args]
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=MAX_S, check=False)
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (code, "" if code == 0 else done.stderr)

@@ -29,6 +29,7 @@ from tests.helpers.run_inspect import (
     make_model_and_init,
 )
 from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import MAX_S
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +339,7 @@ def test_stats_read_large_tensors_in_little_memory(work_dir: Path) -> None:
     peaks = []
     for options in ([], ["--stats"]):
         command = [sys.executable, "-c", PEAK_SCRIPT, "inspect", str(work_dir), "-q", "--json", *options]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=MAX_S, check=True)
         peaks.append(int(process.stderr))
         (tensor,) = json.loads(process.stdout)["tensors"]
     assert tensor["stats"] == {"min": 0, "max": 0, "mean": 0, "nan": 0, "inf": 0, "zeros": n}

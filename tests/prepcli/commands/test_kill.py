@@ -24,6 +24,7 @@ from tests.helpers.killing import (
     run_command,
 )
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S
 
 
 @pytest.mark.parametrize("name", slow_except(["pad-vocab", "save-init"], ["save-init"]))
@@ -41,7 +42,7 @@ def test_commands_survive_many_kills(setup: KillSetup, name: str, seed: int, way
 
 def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
     process = act_when_durable(setup, "save-init", "again", lambda p: p.kill())
-    process.wait(timeout=60)
+    process.wait(timeout=MAX_S)
     if process.returncode != -signal.SIGKILL:
         pytest.fail("the run ended before its journal was seen: make the model larger")
     rerun = run_command(setup, "save-init", "again", "--json")
@@ -58,7 +59,7 @@ def test_resume_does_not_write_durable_bytes_again(setup: KillSetup):
 def test_signal_exits_with_its_code_and_a_hint_to_resume(setup: KillSetup, number: signal.Signals, code: int):
     out = f"stopped-{code}"
     process = act_when_durable(setup, "export", out, lambda p: p.send_signal(number))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=MAX_S)
     assert process.returncode == code
     assert b"to resume: `prep export init" in err
     assert not (setup.folder / out).exists()
@@ -75,7 +76,7 @@ def test_second_process_on_one_output_is_rejected(setup: KillSetup):
         process.send_signal(signal.SIGCONT)
 
     process = act_when_durable(setup, "save-init", "two", start)
-    process.communicate(timeout=60)
+    process.communicate(timeout=MAX_S)
     assert process.returncode == 0
     assert second[0].returncode == 1
     assert "two.partial is locked" in second[0].stderr
@@ -89,7 +90,7 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
     while process.poll() is None and not (setup.folder / "edited-hf.partial/.prep/run.json").exists():
         time.sleep(0.001)
     process.kill()
-    process.wait(timeout=60)
+    process.wait(timeout=MAX_S)
     largest = max((setup.folder / "edited/d").iterdir(), key=lambda p: p.stat().st_size)
     with largest.open("r+b") as file:
         file.seek(5000)
@@ -103,7 +104,7 @@ def test_source_change_between_runs_is_an_error(setup: KillSetup):
 def kill_when_durable(setup: KillSetup, out: str) -> Path:
     """Kill a save-init once it has durable bytes, and return its staging folder."""
     process = act_when_durable(setup, "save-init", out, lambda p: p.kill())
-    process.wait(timeout=60)
+    process.wait(timeout=MAX_S)
     assert process.returncode == -signal.SIGKILL
     return setup.folder / f"{out}.partial"
 
@@ -136,7 +137,7 @@ def test_output_name_taken_meanwhile_is_kept(setup: KillSetup):
         (setup.folder / "taken/thesis.txt").write_text("years of work")
 
     process = act_when_durable(setup, "save-init", "taken", take)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=MAX_S)
     assert process.returncode == 1
     assert b"taken exists" in err
     assert (setup.folder / "taken/thesis.txt").read_text() == "years of work"

@@ -16,6 +16,7 @@ from prepcli.errors import OK
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers import slurm
 from tests.helpers.training_folder import make_training_folder
+from tests.helpers.waiting import MAX_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +41,7 @@ def cluster() -> Iterator[dict[str, str]]:
         yield variables
 
 
-def wait_for_text(path: Path, text: str, timeout_s: float = 300) -> None:
+def wait_for_text(path: Path, text: str, timeout_s: float = MAX_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not path.exists() or text not in path.read_text():
         assert time.monotonic() < deadline_s, path.read_text() if path.exists() else path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import chdir
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.run_cli import run_ok
 from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
 
 PREP_SCRIPT = """
 import sys
@@ -220,9 +220,7 @@ def test_upload_keeps_other_local_files(site: StoreSite, home: Path, more: tuple
 def test_killed_upload_resumes(site: StoreSite, home: Path):
     arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "s3://bucket/out")
     running = site.start_prep(*arguments)
-    deadline = time.monotonic() + 60
-    while not any(line.startswith("PUT bucket/out/d/") for line in site.store.requests) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: any(line.startswith("PUT bucket/out/d/") for line in site.store.requests))
     running.send_signal(signal.SIGKILL)
     running.communicate()
     assert "bucket/out/prep-manifest.json" not in site.store.objects

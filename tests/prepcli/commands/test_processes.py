@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.engine.journal import unseal_line
 from prepcli.engine.pipeline import PipelineResult
 from prepcli.execution import execute
 from prepcli.execution.coordination import ConversionTask, WaitOptions
@@ -29,13 +30,14 @@ from tests.helpers.killing import (
 )
 from tests.helpers.run_cli import run_failing
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S, wait_until
 
 
 def wait_for_exit(*processes: ForkedProcess, code: int = 0) -> list[tuple[str, str]]:
     """Wait until the processes have ended with the code; return stdout and stderr of each."""
     outputs = []
     for process in processes:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=MAX_S)
         assert process.returncode == code, err.decode()
         outputs.append((out.decode(), err.decode()))
     return outputs
@@ -45,11 +47,11 @@ def run(setup: KillSetup, name: str, out: str, *more: str, code: int = 0) -> tup
     return wait_for_exit(start_command(setup, name, out, *more), code=code)[0]
 
 
-def wait_until(condition, process: ForkedProcess) -> None:
-    """Wait until the condition holds; fail if the process ends before."""
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+def durable_nbytes(journal: Path) -> int:
+    """Return the number of bytes that a journal records as durable; its last line may be cut short."""
+    lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+    contents = [content for line in lines if (content := unseal_line(line)) is not None]
+    return max((json.loads(content)["done"] for content in contents), default=0)
 
 
 def shares(count: int) -> list[str]:
@@ -125,15 +127,14 @@ def test_processes_survive_kills_at_random_moments(setup: KillSetup, name: str):
 
 def test_other_process_count_reuses_durable_bytes(setup: KillSetup):
     partial = setup.folder / "out.partial"
+    total_nbytes = sum(len(data) for data in setup.expected_files("save-init").values())
     for index in range(2):
         process = start_command(setup, "save-init", "out", "--processes", f"3/{index}")
         journal = partial / f".prep/journal.{index}"
-        wait_until(lambda path=journal: path.exists() and path.read_bytes().count(b"\n") > 2, process)
-        time.sleep(1.0)
+        wait_until(lambda path=journal: durable_nbytes(path) > 0.25 * total_nbytes, process)
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=MAX_S)
     report = json.loads(run(setup, "save-init", "out", "--json", "--workers", "2", "--memory", "200MiB")[0])
-    total_nbytes = sum(len(data) for data in setup.expected_files("save-init").values())
     assert report["bytes"]["written"] < total_nbytes * 0.6
     assert read_files(setup.folder / "out") == setup.expected_files("save-init")
     shutil.rmtree(setup.folder / "out")
@@ -235,10 +236,7 @@ def is_process_alive(pid: int) -> bool:
 
 def check_gone(workers: list[int]) -> None:
     """Check that the processes end soon: a new worker checks for its parent before it ends."""
-    deadline = time.monotonic() + 20
-    while any(map(is_process_alive, workers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_process_alive, workers)))
 
 
 def start_with_stopped_workers(setup: KillSetup, out: str) -> tuple[ForkedProcess, list[int]]:
@@ -262,9 +260,9 @@ def test_workers_die_with_their_parent(setup: KillSetup):
     time.sleep(0.5)
     for pid in workers:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: (setup.folder / "orphans.partial/.prep/lock.1").exists(), process)
+    wait_until((setup.folder / "orphans.partial/.prep/lock.1").exists, process)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=MAX_S)
     check_gone(workers)
     check_goes_on(setup, "orphans")
 

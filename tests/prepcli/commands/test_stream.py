@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.waiting import wait_until
 
 PREP_SCRIPT = """
 import sys
@@ -122,9 +122,7 @@ def test_killed_stream_resumes_without_rereading(files, tmp_path: Path):
         site.store.requests.clear()
         site.store.delay_s = 0.15
         running = site.start_prep(*SAVE_INIT, *options, "--out", "killed")
-        deadline = time.monotonic() + 60
-        while len(site.store.requests) < 14 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(site.store.requests) >= 14, running)
         running.send_signal(signal.SIGKILL)
         running.communicate()
         assert not (tmp_path / "killed").exists()

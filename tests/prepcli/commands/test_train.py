@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -24,9 +23,11 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.fork_server import PREP, run_python
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint, read_tensors
 from tests.helpers.token_stores import NAME, fill
 from tests.helpers.training_folder import WORDS, write_tokenizer
+from tests.helpers.waiting import MAX_S
 from trainer.data.store_writer import TokenWriter, build_store
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
@@ -88,6 +89,22 @@ def test_eval_loss_equals_transformers(work_dir: Path, capsys: pytest.CaptureFix
         assert report["eval_loss"] == pytest.approx(float(model(holdout, labels=holdout).loss), rel=1e-5)
 
 
+# The process sends the signal to itself: another one could be too late for the few steps.
+TRAIN_UNTIL_A_SIGNAL = f"""
+import os, signal
+from trainer.training.metrics import MetricsWriter
+write = MetricsWriter.write
+
+def write_and_signal(self, line):
+    write(self, line)
+    if line["step"] == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+MetricsWriter.write = write_and_signal
+{PREP}
+"""
+
+
 def start_train(*words: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prepcli", "train", "recipe.toml", "--json", *words]
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", **variables}
@@ -106,11 +123,8 @@ def read_step_files(run: str, step: int = 12) -> dict[str, bytes]:
 
 def test_stopped_run_resumes_to_the_same_bits(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["train", "recipe.toml", "--out", "unbroken", "-q"]) == OK
-    running = start_train()
-    wait_for_step(running, "runs/recipe", 2)
-    running.send_signal(signal.SIGTERM)
-    out, _ = running.communicate(timeout=300)
-    report = json.loads(out)
+    running = run_python(TRAIN_UNTIL_A_SIGNAL, "train", "recipe.toml", "--json")
+    report = json.loads(running.stdout)
     assert running.returncode == STOPPED
     assert report["error"]["what"] == "stopped by SIGTERM"
     assert saved_steps(Path("runs/recipe"))[-1] == report["step"] < 12
@@ -125,7 +139,7 @@ def run_compiled_apart(*words: str, settings: Sequence[str], code: int = OK, **v
     """Train in a process that compiles the step on its own; other tests share compiled steps."""
     sets = [word for setting in settings for word in ("--set", setting)]
     running = start_train(*words, *sets, JAX_ENABLE_COMPILATION_CACHE="false", **variables)
-    out, _ = running.communicate(timeout=300)
+    out, _ = running.communicate(timeout=MAX_S)
     assert running.returncode == code, out
 
 

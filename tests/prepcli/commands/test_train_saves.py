@@ -13,10 +13,10 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.processes import finish, start_processes
+from tests.helpers.waiting import wait_until
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 240.0
 SETTINGS = ("mesh=1,2,2", "checkpoint.every=1", "checkpoint.keep='all'", "data.holdout=0")
 
 
@@ -55,11 +55,7 @@ def test_failed_save_ends_all_processes(work_dir: Path):
 
 def kill_during_a_save(processes: list[subprocess.Popen[str]], rng: random.Random) -> None:
     """Kill one process while a step is staged, and the other a moment later."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not list(Path("run").glob("[0-9]*.partial")):
-        assert time.monotonic() < deadline_s, "no save has begun"
-        assert processes[0].poll() is None, processes[0].communicate()
-        time.sleep(0.001)
+    wait_until(lambda: list(Path("run").glob("[0-9]*.partial")), processes[0])
     time.sleep(rng.uniform(0.0, 0.1))
     first, other = rng.sample(processes, 2)
     first.kill()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +18,23 @@ from tests.helpers.processes import finish, start_processes
 from tests.helpers.push_server import TOKEN, serve_push_hub
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S, wait_until
 
-MAX_S = 120.0
 TERMINATED, INTERRUPT = (signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)
 WORDS = ("train", "recipe.toml", "--out", "run", "--json", "--set", "train.steps=3")
-# The disk takes a second per file of an export, so that a signal arrives before the export is complete.
-PREP_ON_SLOW_DISK = f"""
-import os, signal, threading, time
+# The first file of an export never reaches the disk, so that a signal arrives before the export is complete.
+PREP_ON_HANGING_DISK = f"""
+import os, signal, threading
 fsync = os.fsync
 
-def slow_fsync(fd):
+def hanging_fsync(fd):
     if threading.current_thread().name == "prep-export":
-        time.sleep(1)
+        threading.Event().wait()
     fsync(fd)
 
-os.fsync = slow_fsync
+os.fsync = hanging_fsync
 {PREP}
 """
-
-
-def wait_until(condition: Callable[[], bool], process: ForkedProcess | subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + MAX_S
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def stop(process: ForkedProcess, number: signal.Signals) -> dict[str, Any]:
@@ -67,7 +56,7 @@ def check_message(report: dict[str, Any], number: signal.Signals, missing: str) 
 @pytest.mark.parametrize(("number", "code"), slow_except([TERMINATED, INTERRUPT], [TERMINATED]))
 def test_signal_while_exports_are_awaited_is_reported(work_dir: Path, number: signal.Signals, code: int):
     words = (*WORDS, "--set", "checkpoint.export_every=3")
-    process = start_python(PREP_ON_SLOW_DISK, *words)
+    process = start_python(PREP_ON_HANGING_DISK, *words)
     wait_until(Path("run/exports/3.partial").is_dir, process)
     report = stop(process, number)
     assert process.returncode == code
@@ -99,12 +88,10 @@ def test_signal_during_the_push_is_reported(work_dir: Path, number: signal.Signa
 @pytest.mark.slow
 def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
     """Process 0 waits for the exports, and the other one for process 0."""
-    Path("slow_prep.py").write_text(PREP_ON_SLOW_DISK)
+    Path("hanging_prep.py").write_text(PREP_ON_HANGING_DISK)
     settings = ("--set", "mesh=2,4,1", "--set", "checkpoint.export_every=3")
-    processes = start_processes(*WORDS, *settings, count=2, devices=4, module="slow_prep")
-    while not Path("run/exports/3.partial").is_dir():
-        assert all(process.poll() is None for process in processes), finish(processes)
-        time.sleep(0.01)
+    processes = start_processes(*WORDS, *settings, count=2, devices=4, module="hanging_prep")
+    wait_until(Path("run/exports/3.partial").is_dir, *processes)
     for process in processes[::-1]:
         process.send_signal(signal.SIGTERM)
     (code, out, _), (other_code, _, _) = finish(processes)
@@ -114,7 +101,7 @@ def test_signal_to_all_processes_during_the_wait_is_reported(work_dir: Path):
 
 def test_signal_during_the_last_save_stops_the_wait(work_dir: Path):
     """A signal that comes too late to stop the steps of a run stops the wait for its exports."""
-    script = PREP_ON_SLOW_DISK.replace(
+    script = PREP_ON_HANGING_DISK.replace(
         PREP,
         "from trainer.training.loop import Loop\n"
         "wait = Loop._wait_for_save\n"
@@ -140,7 +127,7 @@ def test_signal_while_process_0_pushes_stops_the_wait(work_dir: Path):
         processes = start_processes(*words, count=2, devices=1, env=environment)
         wait_until(lambda: any(line.startswith("PUT /lfs/") for line in hub.requests), processes[0])
         processes[1].send_signal(signal.SIGTERM)
-        (code_0, out_0, err_0), (code_1, _, err_1) = finish(processes, timeout_s=MAX_S)
+        (code_0, out_0, err_0), (code_1, _, err_1) = finish(processes)
     assert (code_0, code_1) == (STOPPED, STOPPED), err_1
     assert "error: stopped by SIGTERM of process 1\n hint: start all processes again" in err_0
     assert json.loads(out_0)["error"]["what"] == "stopped by SIGTERM of process 1"

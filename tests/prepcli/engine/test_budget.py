@@ -22,6 +22,7 @@ from prepcli.engine.budget import (
 )
 from prepcli.engine.files import PAGE
 from prepcli.errors import USAGE, PrepError
+from tests.helpers.waiting import MAX_S
 
 MOST_AT_ONCE = 2  # buffers of a slab that is permuted
 
@@ -93,7 +94,7 @@ def test_acquire_waits_for_all_requested_buffers():
     time.sleep(0.05)
     assert not counts
     buffers.release(acquired[1:])
-    thread.join(timeout=10)
+    thread.join(timeout=MAX_S)
     assert counts == [3]
 
 

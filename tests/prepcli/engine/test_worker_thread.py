@@ -9,6 +9,7 @@ import pytest
 
 from prepcli.engine.worker_thread import WorkerThread, run_in_threads, wait_for_threads
 from tests.helpers.interruptions import SimulatedSignal, run_interrupted
+from tests.helpers.waiting import wait_until
 
 
 def test_calls_run_in_order_and_stop_ends_the_thread():
@@ -20,10 +21,7 @@ def test_calls_run_in_order_and_stop_ends_the_thread():
     assert numbers == list(range(100))
     assert ids[0] in sys._current_frames()
     thread.stop()
-    deadline_s = time.monotonic() + 10
-    while ids[0] in sys._current_frames() and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert ids[0] not in sys._current_frames()
+    wait_until(lambda: ids[0] not in sys._current_frames())
 
 
 def test_error_of_a_call_is_kept_and_later_calls_run():

@@ -29,6 +29,7 @@ from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.thread_groups import run_together
 from tests.helpers.training_states import TrainingState, host_leaves, read_leaves, save_steps
+from tests.helpers.waiting import MAX_S
 from trainer.distributed.process_group import ProcessGroup
 from trainer.models.checkpoint_store import HostLeaf, HostShard, LeafSpec
 
@@ -49,7 +50,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjec
         yield fake
 
 
-def make_run(timeout_s: float = 10.0) -> BucketRun:
+def make_run(timeout_s: float = MAX_S) -> BucketRun:
     return BucketRun(parse_url(URL), Path("local"), RetryPolicy(timeout_s))
 
 

@@ -18,6 +18,7 @@ from prepcli.execution.hub_push import PushTarget, check_push, push_folder
 from prepcli.remote.retries import RetryPolicy
 from tests.helpers.push_server import TOKEN, FakePushHub, PushedRepo, serve_push_hub
 from tests.helpers.slow_cases import slow_except
+from tests.helpers.waiting import MAX_S
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(1000)}
 TARGET = PushTarget("o/m", "side")
@@ -52,7 +53,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePushHub]:
     _http.set_client_factory(_http.default_client_factory)
 
 
-def check_and_push(folder: Path, notes: list[str], timeout_s: float = 1.0) -> str:
+def check_and_push(folder: Path, notes: list[str], timeout_s: float = MAX_S) -> str:
     patience = RetryPolicy(timeout_s, notes.append)
     check_push(TARGET, patience)
     return push_folder(folder, TARGET, progress=NullProgress(), retry_policy=patience)
@@ -74,7 +75,7 @@ def test_push_reports_a_stall_once(hub: FakePushHub, folder: Path, step: str, st
     assert step == "/commit/" or len(notes) >= 3  # the commit is not retried
     assert not hub.repos["o/m"].branches["main"]
     hub.failing_requests = "\0"
-    check_and_push(folder, notes, 10.0)
+    check_and_push(folder, notes)
     assert hub.repos["o/m"].branches["side"] == FILES
 
 

@@ -18,6 +18,7 @@ from prepcli.formats.run_steps import saved_steps
 from prepcli.restore.item_reader import open_reader
 from tests.helpers.tiny_checkpoints import GPT_NEO, make_checkpoint
 from tests.helpers.training_states import host_leaves, make_state, read_leaves, read_params, same_state
+from tests.helpers.waiting import wait_until
 
 KEEP = 2
 
@@ -31,12 +32,14 @@ def save_until_killed(run: Path, start: Path) -> None:
             store.save(step, host_leaves(make_state(params, step)), {"recipe": "r"})
 
 
-def kill_soon(run: Path, start: Path, delay_s: float) -> None:
+def kill_soon(run: Path, start: Path, delay_s: float, *, min_step: int) -> None:
+    """Kill a process that saves steps, `delay_s` after it begins, or later when `min_step` is saved."""
     words = [sys.executable, "-m", "tests.prepcli.execution.test_run_folder_kill", str(run), str(start)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
         assert process.stdout
         assert process.stdout.readline() == b"begins\n"
         time.sleep(delay_s)
+        wait_until(lambda: max(saved_steps(run), default=0) >= min_step)
         process.kill()
     assert process.returncode == -signal.SIGKILL
 
@@ -49,8 +52,9 @@ def check_killed(folder: Path, kills: int, seed: int) -> None:
     with RunFolder(run, start, name="tuned", keep=KEEP) as store:
         store.save(1, host_leaves(make_state(params, 1)), {"recipe": "r"})
     took_s = time.monotonic() - started_s
-    for _ in range(kills):
-        kill_soon(run, start, rng.uniform(0.0, 3 * took_s))
+    for kill in range(kills):
+        # The first kill comes after a new step; the others at any moment.
+        kill_soon(run, start, rng.uniform(0.0, 3 * took_s), min_step=2 if kill == 0 else 0)
         steps = saved_steps(run)
         assert max(steps, default=0) >= last_step
         last_step = max(steps, default=0)

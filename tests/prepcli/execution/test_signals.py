@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from prepcli.execution.signals import STOP_SIGNALS, Stopped, raise_on_signal
+from tests.helpers.waiting import MAX_S
 
 TWICE = """
 import os, signal
@@ -48,7 +49,7 @@ def test_signal_handlers_are_restored() -> None:
 
 
 def test_second_signal_ends_the_process_at_once() -> None:
-    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=MAX_S, check=False)
     assert (process.returncode, process.stdout) == (-signal.SIGTERM, "")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from prepcli.errors import PrepError
 from prepcli.execution.step_exports import StepExports
+from tests.helpers.waiting import MAX_S
 
 
 def test_due_steps_are_exported_in_order():
@@ -94,5 +95,5 @@ def test_the_thread_ends_when_exports_are_abandoned_without_work():
     has_ended.wait()
     (thread,) = {*threading.enumerate()} - others
     exports.abandon()
-    thread.join(timeout=30)
+    thread.join(timeout=MAX_S)
     assert not thread.is_alive()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,15 @@ import pytest
 from prepcli.errors import FAILED, INTERRUPTED, STOPPED, USAGE, PrepError
 from prepcli.launch import local
 from prepcli.launch.local import ProcessWatcher, process_environment
+from tests.helpers.waiting import MAX_S
 
-WAIT = "import time; time.sleep(60)"
+WAIT = "import time\nwhile True: time.sleep(0.1)"
 STOP_AT_SIGNAL = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("ready", file=sys.stderr, flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.1)
 """
 
 
@@ -119,10 +120,14 @@ def test_signal_reaches_all_processes():
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", STOPPED), ("SIGINT", INTERRUPTED)])
 def test_signal_before_the_start_of_prep_counts_as_a_stop(name: str, code: int):
-    script = f"import signal, time; signal.signal(signal.{name}, signal.SIG_DFL); time.sleep(60)"
-    started_s = time.monotonic()
-    error = failure(script, script, poll_signal=lambda: name if time.monotonic() > started_s + 1 else "")
-    assert error.code == code
+    script = STOP_AT_SIGNAL.replace("signal.SIGTERM, lambda *_: sys.exit(75)", f"signal.{name}, signal.SIG_DFL")
+    lines: list[str] = []
+    watcher = ProcessWatcher(
+        start(script, script), lambda _, line: lines.append(line), lambda: name if len(lines) == 2 else ""
+    )
+    with pytest.raises(PrepError) as caught:
+        watcher.wait()
+    assert caught.value.code == code
 
 
 def test_processes_end_when_the_watcher_fails():
@@ -133,4 +138,4 @@ def test_processes_end_when_the_watcher_fails():
 
     with pytest.raises(KeyboardInterrupt):
         ProcessWatcher(processes, lambda *_: None, fail).wait()
-    assert [process.wait(10) for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert [process.wait(MAX_S) for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]

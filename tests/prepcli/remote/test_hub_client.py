@@ -23,6 +23,7 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.loopback import STALL_KINDS
+from tests.helpers.waiting import MAX_S, wait_until
 
 PREP = "import sys; from prepcli.cli.main import main; sys.exit(main())"
 MALFORMED_ANSWERS = {
@@ -140,10 +141,8 @@ def test_ctrl_c_interrupts_a_request(tmp_path: Path, arguments: tuple[str, ...])
         variables = inherited | hub.environment(tmp_path / "home") | {"PREP_TIMEOUT": "600"}
         command = [sys.executable, "-c", PREP, *arguments]
         process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        while not any("GET /o/m/resolve/" in line for line in hub.requests):
-            assert process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: any("GET /o/m/resolve/" in line for line in hub.requests), process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=25)
+        _, err = process.communicate(timeout=MAX_S)
     assert process.returncode == 130, err
     assert "Traceback" not in err

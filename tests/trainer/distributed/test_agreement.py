@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.helpers.waiting import MAX_S
 from trainer.distributed import agreement
 from trainer.distributed.agreement import check_agreement
 from trainer.distributed.process_group import SingleProcess
@@ -52,14 +53,14 @@ class ThreadGroup:
         self.gathered.append(name)
         self.shared.place("gather", name, self.index).put(text)
         indices = range(self.count) if self.index == 0 else ()
-        return [self.shared.place("gather", name, index).get(timeout=60) for index in indices]
+        return [self.shared.place("gather", name, index).get(timeout=MAX_S) for index in indices]
 
     def broadcast(self, name: str, text: str) -> str:
         """Return the text of the first thread."""
         if self.index == 0:
             for index in range(self.count):
                 self.shared.place("broadcast", name, index).put(text)
-        return self.shared.place("broadcast", name, self.index).get(timeout=60)
+        return self.shared.place("broadcast", name, self.index).get(timeout=MAX_S)
 
 
 def compare(facts: list[dict[str, str]], warnings: list[str] | None = None) -> tuple[list[PrepError | None], list[str]]:

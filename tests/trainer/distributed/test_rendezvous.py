@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from prepcli.launch.local import free_port
+from tests.helpers.waiting import MAX_S
 from trainer.distributed.hosts import process_place
 from trainer.distributed.rendezvous import index_ranges, meet_processes
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
-
-LONG_S = 60.0
 
 
 def meet(
@@ -38,7 +37,7 @@ def meet(
 
 
 def meet_as(
-    index: int, count: int, *, port: int, timeout_s: float = LONG_S, job: str = "", settings_digest: str = ""
+    index: int, count: int, *, port: int, timeout_s: float = MAX_S, job: str = "", settings_digest: str = ""
 ) -> str:
     """Meet the other processes as one of them; return its error, or an empty text."""
     address = ProcessAddress(index, count, f"127.0.0.1:{port}", job=job, settings_digest=settings_digest)
@@ -51,13 +50,13 @@ def meet_as(
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 def test_meet_processes_returns_when_all_have_come(order: tuple[int, ...]):
-    assert meet([(index, 4) for index in order], LONG_S) == ["", "", "", ""]
+    assert meet([(index, 4) for index in order], MAX_S) == ["", "", "", ""]
 
 
 def test_meet_processes_names_the_missing_everywhere():
-    errors = meet([(0, 6), (2, 6)], 2.0)
+    errors = meet([(0, 6), (2, 6)], 5.0)
     for error in errors:
-        assert "processes 1, 3-5 of 6 did not start within 2 s" in error
+        assert "processes 1, 3-5 of 6 did not start within 5 s" in error
         assert "127.0.0.1" in error
     assert len(errors) == 2
 
@@ -70,12 +69,12 @@ def test_meet_processes_without_process_0_names_the_address():
 
 
 def test_meet_processes_refuses_a_second_process_of_an_index():
-    errors = meet([(0, 3), (1, 3), (1, 3)], LONG_S)
+    errors = meet([(0, 3), (1, 3), (1, 3)], MAX_S)
     assert all("two processes have the index 1" in error for error in errors)
 
 
 def test_meet_processes_refuses_other_counts():
-    errors = meet([(0, 3), (1, 2)], LONG_S)
+    errors = meet([(0, 3), (1, 2)], MAX_S)
     assert all("process 0 expects 3, and process 1 at 127.0.0.1 expects 2" in error for error in errors)
 
 
@@ -85,7 +84,7 @@ def test_meet_processes_ignores_other_connections():
             with connection_to(port) as connection:
                 connection.sendall(line)
 
-    assert meet([(0, 2), (1, 2)], LONG_S, before=connect) == ["", ""]
+    assert meet([(0, 2), (1, 2)], MAX_S, before=connect) == ["", ""]
 
 
 def test_meet_processes_replaces_a_process_that_has_ended():
@@ -93,14 +92,14 @@ def test_meet_processes_replaces_a_process_that_has_ended():
         with connection_to(port) as connection:
             connection.sendall(b'{"protocol": "prep-1", "index": 1, "count": 3}\n')
 
-    assert meet([(0, 3), (1, 3), (2, 3)], LONG_S, before=start_and_end) == ["", "", ""]
+    assert meet([(0, 3), (1, 3), (2, 3)], MAX_S, before=start_and_end) == ["", "", ""]
 
 
 def test_meet_processes_returns_the_places():
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
         addresses = [ProcessAddress(index, 3, f"127.0.0.1:{port}") for index in range(3)]
-        places = [*pool.map(meet_processes, addresses, [LONG_S] * 3)]
+        places = [*pool.map(meet_processes, addresses, [MAX_S] * 3)]
     assert [sorted(known) for known in places] == [[0, 1, 2], [0, 1], [0, 2]]
     assert {place for known in places for place in known.values()} == {process_place()}
 
@@ -121,7 +120,7 @@ def test_meet_processes_refuses_another_job_alone():
 def test_meet_processes_names_refused_processes():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet_as, 0, 2, port=port, job="recipe a", timeout_s=3.0)
+        first = pool.submit(meet_as, 0, 2, port=port, job="recipe a", timeout_s=5.0)
         assert "belongs to another job" in meet_as(1, 2, port=port, job="recipe b")
         assert "process 1 of 2 did not start" in first.result()
         assert f"it refused process 1 of `recipe b` ({process_place()})" in first.result()
@@ -159,7 +158,7 @@ def connection_to(port: int) -> socket.socket:
     """Connect to process 0, which may not listen yet."""
     for _ in range(300):
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=LONG_S)
+            return socket.create_connection(("127.0.0.1", port), timeout=MAX_S)
         except ConnectionRefusedError:
             time.sleep(0.1)
     raise AssertionError("process 0 does not listen")
@@ -178,14 +177,14 @@ def connection_to(port: int) -> socket.socket:
 )
 def test_meet_processes_ignores_strangers(line: bytes):
     def send(port: int) -> None:
-        deadline_s = time.monotonic() + LONG_S
+        deadline_s = time.monotonic() + MAX_S
         while time.monotonic() < deadline_s:
             try:
-                with socket.create_connection(("127.0.0.1", port), timeout=LONG_S) as connection:
+                with socket.create_connection(("127.0.0.1", port), timeout=MAX_S) as connection:
                     connection.sendall(line)
                     assert connection.recv(1) == b""
                 return
             except ConnectionError:
                 time.sleep(0.01)
 
-    assert meet([(0, 2), (1, 2)], LONG_S, before=send) == ["", ""]
+    assert meet([(0, 2), (1, 2)], MAX_S, before=send) == ["", ""]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prepcli.launch.local import free_port
+from tests.helpers.waiting import MAX_S
 from trainer.distributed.start import check_coordinator_host
 from trainer.models.errors import PrepError
 from trainer.models.process_address import ProcessAddress
@@ -89,7 +90,7 @@ def test_check_coordinator_host_names_the_loopback_address(monkeypatch: pytest.M
 
 def test_start_processes_keeps_connected_processes():
     process = subprocess.run(
-        [sys.executable, "-c", CONNECTED, str(free_port())], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", CONNECTED, str(free_port())], capture_output=True, text=True, check=True, timeout=MAX_S
     )
     assert "jax is connected as process 0 of 1, and the test says otherwise" in process.stdout
 
@@ -101,7 +102,7 @@ def test_start_processes_refuses_a_second_start():
         subprocess.Popen([sys.executable, "-c", TWICE, port, index], stdout=subprocess.PIPE, text=True)
         for index in "01"
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=MAX_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     for output in outputs:
         assert "this Python process has used jax's devices before" in output

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.helpers.waiting import MAX_S
 from trainer.distributed.coordination import ConnectionBrokenError
 from trainer.distributed.heartbeat import JobEnd
 from trainer.distributed.watchdog import INTERVAL_S, Watchdog, WatchSettings
 
-TIMEOUT_S = 1.0
-WAIT_S = 60.0
+TIMEOUT_S = 1.0  # of a process that is lost
+LIVE_TIMEOUT_S = 5.0  # of two live processes beside a lost one
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Job:
             dog.close()
 
 
-def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: False) -> Job:
+def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: False, *, timeout_s: float = MAX_S) -> Job:
     job = Job()
     job.is_up.set()
     for index in range(num_started):
@@ -65,7 +66,7 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
             job.ends[index] = end
             job.reported[index].set()
 
-        settings = WatchSettings(TIMEOUT_S, 0.0, {index: f"host-{index}"})
+        settings = WatchSettings(timeout_s, 0.0, {index: f"host-{index}"})
         job.dogs.append(Watchdog(Texts(index, job.texts, job.is_up), settings, is_broken=is_broken, on_end=on_end))
     for dog in job.dogs:
         dog.start()
@@ -73,8 +74,8 @@ def start_job(num_started: int = 3, is_broken: Callable[[], bool] = lambda: Fals
 
 
 def test_watchdogs_of_all_processes_name_the_lost_one():
-    job = start_job(num_started=2)  # process 2 never starts
-    assert all(job.reported[index].wait(WAIT_S) for index in (0, 1))
+    job = start_job(num_started=2, timeout_s=LIVE_TIMEOUT_S)  # process 2 never starts
+    assert all(job.reported[index].wait(MAX_S) for index in (0, 1))
     job.close()
     assert {end.what for end in job.ends.values()} == {"process 2 is lost"}
 
@@ -82,7 +83,7 @@ def test_watchdogs_of_all_processes_name_the_lost_one():
 def test_watchdogs_quote_the_error_of_a_failed_process():
     job = start_job()
     job.dogs[1].end_job(JobEnd("failed", 1, "process 1 (host-1) failed", "no space left"))
-    assert all(job.reported[index].wait(WAIT_S) for index in (0, 2))
+    assert all(job.reported[index].wait(MAX_S) for index in (0, 2))
     job.close()
     assert {index: end.why for index, end in job.ends.items()} == {0: "no space left", 2: "no space left"}
 
@@ -91,14 +92,14 @@ def test_process_0_fails_after_the_others_have_read_it():
     job = start_job()
     job.dogs[0].end_job(JobEnd("failed", 0, "process 0 (host-0) failed", "no space left"))
     assert {"seen/1", "seen/2"} <= set(job.texts)
-    assert all(job.reported[index].wait(WAIT_S) for index in (1, 2))
+    assert all(job.reported[index].wait(MAX_S) for index in (1, 2))
     job.close()
 
 
 def test_watchdogs_name_process_0_without_its_answer():
-    job = start_job()
+    job = start_job(timeout_s=TIMEOUT_S)
     job.is_up.clear()
-    assert all(job.reported[index].wait(WAIT_S) for index in (1, 2))
+    assert all(job.reported[index].wait(MAX_S) for index in (1, 2))
     job.close()
     assert {end.what.partition(" (")[0] for end in job.ends.values()} == {"process 0"}
 
@@ -113,7 +114,7 @@ def test_watchdog_names_a_process_0_that_never_decided():
     settings = WatchSettings(TIMEOUT_S, 0.0, {0: "node0, pid 7", 1: "node1, pid 8"})
     dog = Watchdog(Texts(1, {}, threading.Event()), settings, is_broken=lambda: False, on_end=on_end)
     dog.start()
-    assert reported.wait(WAIT_S)
+    assert reported.wait(MAX_S)
     dog.close()
     assert [end.what for end in ends] == ["process 0 (node0, pid 7) is lost"]
 
@@ -137,13 +138,13 @@ def test_failed_process_reports_its_own_error_without_an_answer():
     dog.start()
     main = threading.Thread(target=dog.end_job, args=(JobEnd("failed", 1, "process 1 failed", "disk"),), daemon=True)
     main.start()
-    main.join(WAIT_S)
+    main.join(MAX_S)
     assert not main.is_alive(), "the main thread can report the error"
     assert ends == [], "the watchdog does not report another one"
 
 
 def test_watchdogs_stay_silent_after_close():
-    job = start_job()
+    job = start_job(timeout_s=TIMEOUT_S)
     job.close()
     job.is_up.clear()
     assert not any(job.reported[index].wait(2 * TIMEOUT_S) for index in (0, 1, 2))
