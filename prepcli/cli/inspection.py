@@ -196,4 +196,5 @@ def env(
     """
     from prepcli.commands.env import env as run
 
-    return output_options.open_console("env").finish(run(DEFAULT_MEMORY, devices))
+    ui = output_options.open_console("env")
+    return ui.finish(run(DEFAULT_MEMORY, devices, ui.columns))

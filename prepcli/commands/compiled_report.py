@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prepcli.console.formatting import format_bytes, format_duration
+from prepcli.console.tables import wrap_line
 from prepcli.console.ui import format_table
 from trainer.models.compiled_plan import CompiledPlan
 
@@ -31,14 +32,21 @@ class CompiledStep:
         return self.estimated_nbytes / self.plan.peak_nbytes
 
 
-def compiled_lines(step: CompiledStep) -> Iterator[str]:
-    """Yield the sections of the text: memory, collectives, and a line about the compilation."""
-    yield format_table(memory_rows(step), (f"memory of one device, {title(step)}", ""), right_aligned=[""])
+def compiled_lines(step: CompiledStep, *, columns: int | None) -> Iterator[str]:
+    """Yield the sections of the text: memory, collectives, and a line about the compilation.
+
+    Args:
+        step: The compiled step.
+        columns: Width of the terminal; None for unlimited.
+    """
+    yield format_table(
+        memory_rows(step), (f"memory of one device, {title(step)}", ""), right_aligned=[""], width=columns
+    )
     yield ""
     if step.plan.collectives:
-        yield format_table(collective_rows(step), COLLECTIVE_HEADER, right_aligned=COLLECTIVE_HEADER[1:])
+        yield format_table(collective_rows(step), COLLECTIVE_HEADER, right_aligned=COLLECTIVE_HEADER[1:], width=columns)
         yield ""
-    yield caveat(step)
+    yield wrap_line(caveat(step), columns)
 
 
 def title(step: CompiledStep) -> str:

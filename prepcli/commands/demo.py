@@ -45,7 +45,7 @@ def demo(out: Path, ui: Ui) -> Report:
         ui.note(f"      {_result_text(step_reports[-1])} ({format_duration(step_reports[-1].seconds)})")
         if not step_reports[-1].ok:
             break
-    return _build_report(out, step_reports, len(steps_to_run))
+    return _build_report(out, step_reports, len(steps_to_run), columns=ui.columns)
 
 
 def _tasks() -> tuple[DemoStep, ...]:
@@ -91,10 +91,14 @@ def _run_step(step: DemoStep, command: str, folder: Path) -> StepReport:
     return replace(report, seconds=round(time.monotonic() - start_s, 3))
 
 
-def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int) -> Report:
+def _build_report(out: Path, step_reports: Sequence[StepReport], num_steps: int, *, columns: int | None) -> Report:
     header = ("step", "seconds", "bytes", "memory", "result")
     text = format_table(
-        [_table_row(step) for step in step_reports], header, right_aligned=("seconds", "bytes", "memory")
+        [_table_row(step) for step in step_reports],
+        header,
+        right_aligned=("seconds", "bytes", "memory"),
+        width=columns,
+        wrapped=["result"],
     )
     fields = {"output": str(out), "steps": [asdict(step) for step in step_reports]}
     failed = next((step for step in step_reports if not step.ok), None)

@@ -40,12 +40,13 @@ class Setting:
     source: str  # variable or file that sets it, or `default`
 
 
-def env(default_memory: str, list_devices: bool) -> Report:
+def env(default_memory: str, list_devices: bool, columns: int | None = None) -> Report:
     """Report versions, processes, memory, settings and, on request, devices.
 
     Args:
         default_memory: Default of `--memory`.
         list_devices: Whether to list devices. This imports jax, which reserves the devices for the process.
+        columns: Width of the terminal; None for unlimited.
 
     Returns:
         Report with a table for each topic.
@@ -67,24 +68,33 @@ def env(default_memory: str, list_devices: bool) -> Report:
     device_rows = devices if devices is not None else {"not listed": "`prep env --devices` imports jax"}
     tables = [
         _two_column_table(
-            "versions", {**system, **{name: version or "not installed" for name, version in versions.items()}}
+            "versions",
+            {**system, **{name: version or "not installed" for name, version in versions.items()}},
+            columns=columns,
         ),
-        _two_column_table("devices", device_rows),
+        _two_column_table("devices", device_rows, columns=columns),
         _two_column_table(
-            "processes", {name: "-" if value is None else str(value) for name, value in processes.items()}
+            "processes",
+            {name: "-" if value is None else str(value) for name, value in processes.items()},
+            columns=columns,
         ),
         _two_column_table(
-            "memory", {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()}
+            "memory",
+            {name: "none" if size is None else format_bytes(size) for name, size in sizes.items()},
+            columns=columns,
         ),
         format_table(
-            [(setting.name, setting.value, setting.source) for setting in settings], ["settings", "", "set by"]
+            [(setting.name, setting.value, setting.source) for setting in settings],
+            ["settings", "", "set by"],
+            width=columns,
+            wrapped=[""],
         ),
     ]
     return Report(text="\n\n".join(tables), fields=fields)
 
 
-def _two_column_table(title: str, rows: Mapping[str, str]) -> str:
-    return format_table(list(rows.items()), [title, ""])
+def _two_column_table(title: str, rows: Mapping[str, str], *, columns: int | None) -> str:
+    return format_table(list(rows.items()), [title, ""], width=columns, wrapped=[""])
 
 
 def package_versions() -> dict[str, str | None]:

@@ -112,7 +112,7 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
         "sources": {name: result_fields(result, num_rows[name]) | metrics[name] for name, result in results.items()},
         "seconds": round(seconds, 3),
     }
-    return Report(_result_table(results, total, metrics), fields)
+    return Report(_result_table(results, total, metrics, columns=ui.columns), fields)
 
 
 def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any]:
@@ -123,7 +123,11 @@ def result_fields(result: EvaluationResult, num_sequences: int) -> dict[str, Any
 
 
 def _result_table(
-    results: Mapping[str, EvaluationResult], total: EvaluationResult, metrics: Mapping[str, Mapping[str, Any]]
+    results: Mapping[str, EvaluationResult],
+    total: EvaluationResult,
+    metrics: Mapping[str, Mapping[str, Any]],
+    *,
+    columns: int | None,
 ) -> str:
     """Return one line per source, one for all if there are several, and the metrics of generated targets."""
     rows = [*results.items(), *([("all", total)] if len(results) > 1 else [])]
@@ -131,7 +135,7 @@ def _result_table(
         (name, f"{r.mean_loss:.6f}", f"{r.perplexity:,.4f}", f"{r.accuracy:.4f}", r.num_tokens) for name, r in rows
     ]
     header = ("source", "loss", "perplexity", "accuracy", "tokens")
-    table = format_table(cells, header, right_aligned=header[1:])
+    table = format_table(cells, header, right_aligned=header[1:], width=columns)
     lines = [
         f"{name}: {key} {'none' if value is None else f'{value:.4f}'}"
         for name, values in metrics.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -40,6 +41,8 @@ from trainer.models.suggest import suggest
 SortKey = Literal["name", "size", "file"]
 
 MAX_ROWS = 2000  # of a table; a malicious header may list millions of tensors
+# Columns that a narrow terminal leaves out, the first one first. The size follows from the shape and the dtype.
+OPTIONAL_COLUMNS = ("offset", "chunks", "file", "chunk", "size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ def _render_view(
     if request.tree:
         nodes = build_tree(entries)
         rows = list(itertools.islice(tree_rows(nodes), max_rows))
-        text = format_table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns)
+        text = format_table(rows, ("name", "shape", "dtype", "size"), {"size"}, ui.columns, optional=OPTIONAL_COLUMNS)
         fields = {"tensors": tensor_fields, "tree": [tree_fields(node) for node in nodes] if ui.as_json else []}
         return _append_omitted_line(text, count_nodes(nodes) - len(rows)), fields
     num_omitted = len(entries) - max_rows
@@ -239,7 +242,8 @@ def _entry_table(
         location: list[Cell] = [file_names[first_chunk.file], first_chunk.offset] if first_chunk else ["", ""]
         location = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else location
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location])
-    return format_table(rows, ("name", "shape", "dtype", "size", *location_columns), {"size"}, columns)
+    header = ("name", "shape", "dtype", "size", *location_columns)
+    return format_table(rows, header, {"size"}, columns, optional=OPTIONAL_COLUMNS)
 
 
 def _compute_stats(contents: CheckpointContents, entries: Sequence[TensorEntry], ui: Ui) -> list[TensorStats | None]:
@@ -261,7 +265,7 @@ def _stats_table(entries: Sequence[TensorEntry], statistics: Sequence[TensorStat
             moments = (entry_stats.minimum, entry_stats.maximum, entry_stats.mean)
             values = [*map(_value_text, moments), entry_stats.nan, entry_stats.inf, entry_stats.zeros]
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, *values])
-    return format_table(rows, header, set(header[3:]), columns)
+    return format_table(rows, header, set(header[3:]), columns, optional=("shape",))
 
 
 def _stats_fields(statistics: TensorStats | None) -> dict[str, Any] | None:
@@ -284,7 +288,10 @@ def _shards_report(request: InspectRequest, contents: CheckpointContents, fields
         why = f"{contents.display_name} has no mesh in its manifest"
         raise usage_error("`--shards` requires a mesh", why, "for example `--mesh 1,2,4`")
     mesh = parse_mesh(mesh_text)
-    leaf = find_leaf(logical_leaves(contents), request.shards or "", contents.display_name)
+    name = shlex.quote(contents.display_name)
+    # The tree of other formats has the names of tensors, which a conversion maps to leaves.
+    names_command = f"prep inspect {name} --tree" if contents.kind == "orbax" else f"prep save-init {name} --dry-run -v"
+    leaf = find_leaf(logical_leaves(contents), request.shards or "", contents.display_name, names_command=names_command)
     rules = merge_rules(contents.manifest.get("rules", ()))
     spec = leaf_spec(leaf.path, leaf.dims, leaf.shape, mesh=mesh, rules=rules, checkpoint=contents.display_name)
     is_drawn = mesh.n_devices <= MAX_DRAWN_DEVICES

@@ -11,6 +11,8 @@ from prepcli.sources.aliases import ALIAS_FAMILIES, ALIASES, Alias
 from trainer.models.suggest import did_you_mean
 
 DEVICE_COUNTS = (8, 128)  # common numbers of devices; the table has the number of equal vocabulary shards on each
+# Columns that a narrow terminal leaves out, the first one first.
+OPTIONAL_COLUMNS = ("shards on 128", "shards on 8", "vocabulary", "parameters", "family", "size")
 
 
 def models(family: str | None, columns: int | None = None) -> Report:
@@ -55,7 +57,7 @@ def _alias_table(aliases: list[Alias], columns: int | None) -> str:
         ]
         for alias in aliases
     ]
-    return format_table(rows, header, right_aligned=["size"], width=columns)
+    return format_table(rows, header, right_aligned=["size"], width=columns, optional=OPTIONAL_COLUMNS)
 
 
 def _fields(alias: Alias) -> dict[str, object]:

@@ -12,7 +12,7 @@ from prepcli.commands.conflicts import check_needs
 from prepcli.commands.plan_page import write_plan_page
 from prepcli.commands.plan_report import change_text, kind_fields, plan_fields, plan_lines, search_text
 from prepcli.commands.plan_target import PlanTarget, resolve_target
-from prepcli.console.ui import Report, Ui
+from prepcli.console.ui import LEAVES, Report, Ui
 from prepcli.errors import usage_error
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.mesh import parse_mesh, resolve_mesh
@@ -123,7 +123,8 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
         "changes": _change_fields(change),
         "compiled": compiled_fields(compiled),
     }
-    return Report("\n".join(plan_lines(training_plan, kinds, advice=advice, compiled=compiled)), fields)
+    lines = plan_lines(training_plan, kinds, advice=advice, compiled=compiled, columns=ui.columns)
+    return Report("\n".join(lines), fields)
 
 
 def _compile(target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, ui: Ui) -> CompiledStep:
@@ -172,4 +173,6 @@ def _search_report(target: PlanTarget, devices: _Devices, ui: Ui) -> Report:
         "too_large": search.num_too_large,
         "invalid": dict(search.refusals),
     }
-    return Report(f"{title}\n{search_text(search, columns=ui.columns)}", fields)
+    show_all = ui.columns is None or ui.level >= LEAVES
+    text = search_text(search, columns=ui.columns, show_all=show_all)
+    return Report(f"{title}\n{text}", fields)

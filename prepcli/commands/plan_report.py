@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prepcli.commands.compiled_report import CompiledStep, compiled_lines
 from prepcli.commands.memory_report import memory_fields, memory_table
 from prepcli.console.formatting import format_bytes
+from prepcli.console.tables import wrap_line
 from prepcli.console.ui import format_table
 from trainer.models.slices import num_slices
 from trainer.planning.memory_changes import MemoryChange
-from trainer.planning.mesh_search import MeshSearch
+from trainer.planning.mesh_search import MeshOption, MeshSearch
 from trainer.planning.step_flops import StepFlops
 from trainer.planning.step_time import COMPUTE_EFFICIENCY
 from trainer.planning.training_plan import KindEstimate, TrainingPlan
 
 PETA = 1e15
+MAX_MESHES = 10  # of a search without -v; the best one stays on the screen
+MAX_REASONS = 5  # why meshes are invalid
+# Columns that a narrow terminal leaves out, the first one first.
+OPTIONAL_COLUMNS = ("MFU causal", "MFU full", "bound by", "memory", "tokens/s")
 KIND_HEADER = ("devices", "memory", "fits", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
 CAVEAT = (
     "All figures above are estimates from shapes."
@@ -27,7 +33,12 @@ CAVEAT = (
 
 
 def plan_lines(
-    plan: TrainingPlan, kinds: Sequence[KindEstimate], *, advice: str, compiled: CompiledStep | None
+    plan: TrainingPlan,
+    kinds: Sequence[KindEstimate],
+    *,
+    advice: str,
+    compiled: CompiledStep | None,
+    columns: int | None,
 ) -> Iterator[str]:
     """Yield the sections of the text: shapes, memory, operations, communication, devices, the compiled step.
 
@@ -36,8 +47,10 @@ def plan_lines(
         kinds: The step on each kind of accelerator to show.
         advice: Line about fitting into memory; empty for none.
         compiled: The compiled step; None if it was not compiled.
+        columns: Width of the terminal; None for unlimited.
     """
-    yield from title_lines(plan)
+    for line in title_lines(plan):
+        yield wrap_line(line, columns)
     yield ""
     yield memory_table(plan.inputs, plan.memory)
     yield ""
@@ -45,14 +58,17 @@ def plan_lines(
     yield ""
     if plan.traffic:
         header = traffic_header(plan)
-        yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1])
+        yield format_table(traffic_rows(plan), header, right_aligned=header[1:-1], width=columns)
         yield ""
-    yield format_table(kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1])
-    yield from filter(None, [advice])
-    yield CAVEAT
+    yield format_table(
+        kind_rows(plan, kinds), KIND_HEADER, right_aligned=KIND_HEADER[1:-1], width=columns, optional=OPTIONAL_COLUMNS
+    )
+    if advice:
+        yield wrap_line(advice, columns)
+    yield wrap_line(CAVEAT, columns)
     if compiled is not None:
         yield ""
-        yield from compiled_lines(compiled)
+        yield from compiled_lines(compiled, columns=columns)
 
 
 def title_lines(plan: TrainingPlan) -> Iterator[str]:
@@ -121,24 +137,48 @@ def _rate_cells(estimate: KindEstimate) -> tuple[str, str, str, str]:
     return seconds, rate, f"{estimate.mfu_full:.0%}", f"{estimate.mfu_causal:.0%}"
 
 
-def search_text(search: MeshSearch, *, columns: int | None) -> str:
-    """Return the table of a search, and a line about the other meshes."""
-    header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
-    rows = [
-        (
-            str(option.plan.mesh),
-            format_bytes(option.plan.memory.peak),
-            *_rate_cells(option.estimate),
-            option.estimate.time.bound,
-        )
-        for option in search.options
-    ]
-    reasons = [f"{count} x {what}" for what, count in search.refusals.most_common()]
-    others = [f"{search.num_too_large} other meshes exceed the memory"] if search.num_too_large else []
-    if reasons:
-        others.append(f"{search.refusals.total()} are invalid: {'; '.join(reasons)}")
-    table = [format_table(rows, header, right_aligned=header[1:-1], width=columns)] if rows else []
-    return "\n".join([*table, *others, CAVEAT])
+def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> str:
+    """Return the table of a search, and lines about the other meshes and the best one.
+
+    Args:
+        search: The result of the search.
+        columns: Width of the terminal; None for unlimited.
+        show_all: Whether to list all meshes that fit; else the best MAX_MESHES.
+    """
+    lines: list[str] = []
+    options = search.options if show_all else search.options[:MAX_MESHES]
+    if options:
+        header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
+        rows = [_option_row(option) for option in options]
+        lines.append(format_table(rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS))
+    if len(options) < len(search.options):
+        lines.append(f"and {len(search.options) - len(options)} slower ones that fit; `-v` lists all")
+    if search.num_too_large:
+        lines.append(f"{search.num_too_large} other meshes exceed the memory")
+    lines += _refusal_lines(search.refusals)
+    lines.append(CAVEAT)
+    if search.options:
+        lines.append(f"best: `--mesh {search.options[0].plan.mesh}`")
+    head, *rest = lines if options else ["", *lines]
+    return "\n".join([*filter(None, [head]), *(wrap_line(line, columns) for line in rest)])
+
+
+def _option_row(option: MeshOption) -> tuple[str, ...]:
+    """Return a mesh as a row of a search."""
+    peak = format_bytes(option.plan.memory.peak)
+    return str(option.plan.mesh), peak, *_rate_cells(option.estimate), option.estimate.time.bound
+
+
+def _refusal_lines(refusals: Counter[str]) -> Iterator[str]:
+    """Yield why meshes are invalid, the most frequent reason first."""
+    if not refusals:
+        return
+    yield f"{refusals.total()} are invalid:"
+    for reason, count in refusals.most_common(MAX_REASONS):
+        yield f"  {count} x {reason}"
+    if len(refusals) > MAX_REASONS:
+        rest = refusals.total() - sum(count for _, count in refusals.most_common(MAX_REASONS))
+        yield f"  {rest} x another reason"
 
 
 def plan_fields(plan: TrainingPlan) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def recipes(name: str | None, columns: int | None = None) -> Report:
     entries = [_entry(path) for path in _recipe_paths().values()]
     titles = ["recipe", "model", "devices", "summary"]
     rows = [[entry["name"], *(str(entry[title]) for title in titles[1:])] for entry in entries]
-    return Report(format_table(rows, titles, width=columns), {"recipes": entries})
+    return Report(format_table(rows, titles, width=columns, wrapped=["summary"]), {"recipes": entries})
 
 
 def copy_recipe(name: str, out: Path | None) -> Report:

@@ -25,6 +25,7 @@ from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush
+from prepcli.console.tables import Column, layout_table
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError
 
 UNESCAPED = "\n\t\u200c\u200d"  # newline, tab, and the zero-width joiners of letters
@@ -33,7 +34,6 @@ QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, default, -v: one line per leaf
 _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one by one
 
 Cell = str | int
-COLUMN_GAP, MIN_CELL_WIDTH = 2, 12  # spaces between columns; minimum width of a shortened text column
 
 SHOW_CURSOR = "\x1b[?25h"
 # Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device
@@ -257,53 +257,41 @@ def as_prep_error(error: BaseException) -> PrepError:
 
 
 def format_table(
-    rows: Sequence[Sequence[Cell]], header: Sequence[str], right_aligned: Collection[str] = (), width: int | None = None
+    rows: Sequence[Sequence[Cell]],
+    header: Sequence[str],
+    right_aligned: Collection[str] = (),
+    width: int | None = None,
+    *,
+    optional: Sequence[str] = (),
+    wrapped: Collection[str] = (),
 ) -> str:
     """Format rows as columns, two spaces apart.
 
     Integers get thousands separators and are right-aligned.
 
     Args:
-        rows: The cells of each row.
+        rows: The cells of each row; the first one identifies it.
         header: Name of each column.
         right_aligned: Names of further right-aligned columns.
-        width: Width of the lines; the widest text columns are shortened in the middle to fit it.
+        width: Width of the terminal; None for full width. No cell is shortened: see `layout_table`.
+        optional: Names of the columns that may be left out of a narrow terminal, the least important first.
+        wrapped: Names of the columns with text that may have several lines.
 
     Returns:
         Lines of the table, the header first.
     """
-    cells = [[f"{cell:,}" if isinstance(cell, int) else printable(cell) for cell in row] for row in rows]
-    is_right_aligned = [
-        name in right_aligned or (bool(rows) and all(isinstance(row[index], int) for row in rows))
-        for index, name in enumerate(header)
-    ]
-    widths = [max(len(cell) for cell in column) for column in zip(header, *cells, strict=True)]
-    if width is not None:
-        widths = _fit_widths(widths, [not is_right for is_right in is_right_aligned], width)
-    lines = [
-        "  ".join(
-            cell.rjust(width) if is_right else shorten(cell, width).ljust(width)
-            for cell, width, is_right in zip(row, widths, is_right_aligned, strict=True)
-        ).rstrip()
-        for row in [list(header), *cells]
-    ]
-    return "\n".join(lines)
+    columns: list[Column] = []
+    for index, name in enumerate(header):
+        values = [row[index] for row in rows]
+        cells = [f"{value:,}" if isinstance(value, int) else printable(value) for value in values]
+        is_right_aligned = name in right_aligned or (bool(rows) and all(isinstance(value, int) for value in values))
+        columns.append(Column(name, cells, is_right_aligned, is_wrapped=name in wrapped))
+    return layout_table(columns, width=width, optional=optional)
 
 
 def _indent(text: str) -> str:
     """Indent the lines of a reason after the first one to the width of its label."""
     return text.replace("\n", "\n       ")
-
-
-def _fit_widths(widths: Sequence[int], may_shrink: Sequence[bool], total: int) -> list[int]:
-    """Return column widths that fit a line of `total`, as far as text columns can shrink to MIN_CELL_WIDTH."""
-    fitted = list(widths)
-    while sum(fitted) + COLUMN_GAP * (len(fitted) - 1) > total:
-        room = {i: width for i, width in enumerate(fitted) if may_shrink[i] and width > MIN_CELL_WIDTH}
-        if not room:
-            break
-        fitted[max(room, key=lambda i: room[i])] -= 1
-    return fitted
 
 
 def shorten(text: str, width: int) -> str:

@@ -20,7 +20,7 @@ from trainer.models.parameters import parameter_rows
 from trainer.models.registry import family_of
 from trainer.models.suggest import did_you_mean
 
-MAX_LISTED = 12
+MAX_LISTED = 3  # leaves in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,14 @@ def _check_shape(contents: CheckpointContents, entry: TensorEntry, expected: tup
         raise PrepError(f"{contents.display_name}: {entry.name} has the wrong shape", why)
 
 
-def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str) -> LogicalLeaf:
+def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str, *, names_command: str) -> LogicalLeaf:
     """Find a leaf by name, by consecutive parts of its name, or by wildcard pattern.
 
     Args:
         leaves: Leaves of the checkpoint, by dotted name.
         pattern: Name, with or without `params.`, parts of a name, or a pattern with `*`.
         display_name: Name of the checkpoint in messages.
+        names_command: Command that shows the names of all leaves.
 
     Raises:
         UsageError: No leaf or several leaves match.
@@ -95,6 +96,7 @@ def find_leaf(leaves: Mapping[str, LogicalLeaf], pattern: str, display_name: str
         raise usage_error(what, join_names(matches, max_names=MAX_LISTED), f"one of them: `--shards {matches[0]}`")
     if not matches:
         hint = did_you_mean(pattern, [name.removeprefix(f"{PARAMS}.") for name in leaves])
+        hint = hint or f"`{names_command}` shows the names"
         why = f"it has {join_names(leaves, len(leaves), max_names=MAX_LISTED)}"
         raise usage_error(f"{display_name} has no leaf `{pattern}`", why, hint)
     return leaves[matches[0]]

@@ -1,0 +1,144 @@
+"""Layout of tables: in a terminal too narrow for one, the cells that identify a row stay whole.
+
+A pipe gets all columns at full width. In a terminal without room for them, columns with one value become a line below
+the table, then columns that matter less are left out, and named below it. If that does not suffice, the first cell of a
+row has a line of its own above the others.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COLUMN_GAP = 2  # spaces between columns
+STACKED_INDENT = 2  # spaces before the cells below the first one of a row
+MIN_WRAPPED_WIDTH = 24  # of a column with wrapped text
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Column of a table.
+
+    Attributes:
+        name: Its name in the header.
+        cells: The text of each row.
+        is_right_aligned: Whether the cells end at the same position.
+        is_wrapped: Whether its text may have several lines.
+    """
+
+    name: str
+    cells: Sequence[str]
+    is_right_aligned: bool = False
+    is_wrapped: bool = False
+
+    @property
+    def width(self) -> int:
+        """Characters of the widest cell, with the name."""
+        return max(map(len, [self.name, *self.cells]))
+
+    @property
+    def min_width(self) -> int:
+        """Characters of the narrowest form of the column."""
+        return min(self.width, MIN_WRAPPED_WIDTH) if self.is_wrapped else self.width
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all of several rows have the same text."""
+        return len(self.cells) > 1 and len(set(self.cells)) == 1
+
+
+def layout_table(columns: Sequence[Column], *, width: int | None, optional: Sequence[str] = ()) -> str:
+    """Lay out columns, two spaces apart.
+
+    Args:
+        columns: The columns; the first one identifies a row.
+        width: Characters of a line; None for as many as the table needs.
+        optional: Names of the columns that may be left out, the least important first.
+
+    Returns:
+        Lines of the table, the header first.
+    """
+    if width is None or _min_width(columns) <= width:
+        return "\n".join(_flatten(_row_lines(columns, width)))
+    constant = [column for column in columns[1:] if column.is_constant and not column.is_wrapped]
+    varying = [column for column in columns if column not in constant]
+    shown = _leave_out(varying, optional, width)
+    if _min_width(shown) <= width:
+        lines = _flatten(_row_lines(shown, width))
+    else:
+        below = _leave_out(varying[1:], optional, width - STACKED_INDENT)
+        shown = [varying[0], *below]
+        lines = _stack(varying[0], _row_lines(below, width - STACKED_INDENT))
+    left_out = [column.name for column in varying if column not in shown]
+    return "\n".join([*lines, *_notes(constant, left_out, width)])
+
+
+def wrap_line(text: str, width: int | None) -> str:
+    """Break a long line between words; None leaves it as it is."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _min_width(columns: Sequence[Column]) -> int:
+    return sum(column.min_width for column in columns) + COLUMN_GAP * (len(columns) - 1)
+
+
+def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -> list[Column]:
+    """Return the columns without as many optional ones as do not fit."""
+    shown = [*columns]
+    for name in optional:
+        if _min_width(shown) <= width:
+            break
+        shown = [column for column in shown if column.name != name]
+    return shown
+
+
+def _row_lines(columns: Sequence[Column], width: int | None) -> list[list[str]]:
+    """Return the lines of the header and of each row, with the cells beside each other."""
+    rest = 0 if width is None else max(0, width - _min_width(columns))
+    widths = [column.width for column in columns]
+    if width is not None:
+        widths = [min(column.width, column.min_width + rest) for column in columns]
+    rows = [[column.name for column in columns], *zip(*(column.cells for column in columns), strict=True)]
+    return [_join_cells(columns, row, widths) for row in rows]
+
+
+def _join_cells(columns: Sequence[Column], row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return the lines of one row."""
+    blocks: list[list[str]] = []
+    for column, cell, width in zip(columns, row, widths, strict=True):
+        lines = textwrap.wrap(cell, width) if len(cell) > width else [cell]
+        blocks.append([line.rjust(width) if column.is_right_aligned else line.ljust(width) for line in lines])
+    height = max(map(len, blocks), default=1)
+    for block, width in zip(blocks, widths, strict=True):
+        block += [" " * width] * (height - len(block))
+    return [(" " * COLUMN_GAP).join(cells).rstrip() for cells in zip(*blocks, strict=True)] or [""]
+
+
+def _flatten(blocks: Sequence[Sequence[str]]) -> list[str]:
+    lines: list[str] = []
+    for block in blocks:
+        lines += block
+    return lines
+
+
+def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of rows with the first cell above the others."""
+    lines: list[str] = []
+    for head, block in zip([first.name, *first.cells], blocks, strict=True):
+        lines.append(head)
+        lines += [" " * STACKED_INDENT + line for line in block if line]
+    return lines
+
+
+def _notes(constant: Sequence[Column], left_out: Sequence[str], width: int) -> list[str]:
+    """Return the lines below a table: the columns with one value, and those without room."""
+    notes: list[str] = []
+    if constant:
+        values = [f"{column.name} {column.cells[0]}".rstrip() for column in constant]
+        notes.append(f"each row above: {', '.join(values)}")
+    if left_out:
+        notes.append(f"no room for: {', '.join(left_out)}; `| cat` shows all columns")
+    return [wrap_line(note, width) for note in notes]
