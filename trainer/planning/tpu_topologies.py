@@ -71,7 +71,7 @@ class TpuGeneration:
         """Return whether there is a slice with a number of chips."""
         if chips in map(num_chips, self.slices):
             return True
-        return self.has_boxes and chips % _CUBE_SIDE**3 == 0 and chips <= self.max_chips
+        return self.has_boxes and chips % _CUBE_SIDE**3 == 0 and 0 < chips <= self.max_chips
 
     def node_sizes(self, shape: str) -> tuple[int, ...]:
         """Return the possible numbers of chips of each node of a slice, the most common one first."""
@@ -170,11 +170,12 @@ def _size_error(generation: TpuGeneration, num_devices: int, sizes: list[int]) -
     unit = "chips" if generation.devices_per_chip == 1 else f"devices, {generation.devices_per_chip} per chip"
     what = f"no slice of {generation.name} has {num_devices:,} {unit}"
     why = f"slices have {', '.join(f'{size:,}' for size in sizes[:-1])} or {sizes[-1]:,} {unit.partition(',')[0]}"
-    return usage_error(what, why, f"a mesh of {nearest_sizes(num_devices, sizes)} devices")
+    nearest = " or ".join(f"{size:,}" for size in nearest_sizes(num_devices, sizes))
+    return usage_error(what, why, f"a mesh of {nearest} devices")
 
 
-def nearest_sizes(number: int, sizes: list[int]) -> str:
-    """Return the next smaller and the next larger of ascending sizes as text, e.g. `16 or 32` for 24."""
+def nearest_sizes(number: int, sizes: list[int]) -> list[int]:
+    """Return the next smaller and the next larger of ascending sizes, e.g. [16, 32] for 24."""
     below = [size for size in sizes if size < number][-1:]
     above = [size for size in sizes if size > number][:1]
-    return " or ".join(f"{size:,}" for size in (*below, *above))
+    return [*below, *above]
