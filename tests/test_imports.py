@@ -30,7 +30,8 @@ PURE_MODULES = {
     "prepcli.errors",
     "prepcli.formats.meta_llama_config",
     "prepcli.inspection.shard_map",
-    *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "yaml_text")),
+    *(f"prepcli.launch.{name}" for name in ("job", "shell", "slurm", "tpu", "gke", "hardware", "yaml_text")),
+    "trainer.planning.tpu_topologies",
 }
 COMPUTES = {  # modules that start jax, or list its devices
     *(

@@ -12,12 +12,15 @@ from prepcli.console.ui import QUIET, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, PrepError, usage_error
 from prepcli.execution.signals import PARENT_VARIABLE, remember_signal
+from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
-from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, overrides_of, parse_env
+from prepcli.launch.hardware import Training, check_training, gke_hardware, plain_hardware, tpu_vm_hardware
+from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, values_of
 from prepcli.launch.local import ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_script
-from trainer.models.mesh import parse_mesh, resolve_mesh
+from trainer.models.mesh import parse_mesh
+from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.recipe import Recipe, load_recipe
 
 SUBMIT_COMMANDS = {  # commands that read the script from stdin
@@ -54,21 +57,32 @@ class LaunchRequest:
 
 def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
     """Return the batch script of a training, or submit it with `sbatch`."""
-    recipe = _checked_recipe(request, nodes=options.nodes, devices_per_node=options.devices_per_node)
+    recipe = _load_recipe(request)
+    check_training(_training(recipe, request), plain_hardware(options.nodes, options.devices_per_node))
     return _deliver("slurm", slurm_script(_job(request, request.job_name or recipe.name), options), request)
 
 
 def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
     """Return the `gcloud` script of a training, or run it."""
-    recipe = _checked_recipe(request)
+    recipe = _load_recipe(request)
+    training = _training(recipe, request)
+    hardware = tpu_vm_hardware(options.accelerator, training)
+    if hardware is not None:
+        check_training(training, hardware)
     return _deliver("tpu", tpu_script(_job(request, request.job_name or as_label(recipe.name)), options), request)
 
 
 def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
     """Return the JobSet of a training, or create it with `kubectl`."""
-    recipe = _checked_recipe(request, nodes=options.nodes, devices_per_node=options.devices_per_node)
-    job = _job(request, request.job_name or as_label(recipe.name))
-    return _deliver("gke", gke_manifest(job, options, recipe_text=request.recipe.read_text("utf-8")), request)
+    recipe = _load_recipe(request)
+    training = _training(recipe, request)
+    check_training(training, gke_hardware(options, training))
+    if options.claim is None and not training.is_in_bucket:
+        why = "without a volume, the checkpoints are lost when a pod ends"
+        raise usage_error("`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`")
+    job, text = _job(request, request.job_name or as_label(recipe.name)), request.recipe.read_text("utf-8")
+    manifest = gke_manifest(job, options, recipe_text=text, num_slices=num_slices(training.slices))
+    return _deliver("gke", manifest, request)
 
 
 def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int) -> Report:
@@ -83,7 +97,7 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
     Raises:
         PrepError: A process failed or was stopped; its exit code is that of the first such process.
     """
-    _checked_recipe(request, nodes=processes, devices_per_node=devices)
+    check_training(_training(_load_recipe(request), request), plain_hardware(processes, devices))
     job = _job(request, "local")
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
     words = ["train", *(["--quiet"] if ui.level <= QUIET else []), job.recipe, *job.train_words]
@@ -94,12 +108,21 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
     return Report(text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices})
 
 
-def _checked_recipe(request: LaunchRequest, *, nodes: int | None = None, devices_per_node: int | None = None) -> Recipe:
-    """Return the recipe; raise UsageError for an invalid one, or a mesh of another size, before it waits in a queue."""
-    recipe = load_recipe(request.recipe, overrides_of(request.train_words)).recipe
-    if nodes and devices_per_node:
-        resolve_mesh(parse_mesh(recipe.mesh, "mesh"), nodes * devices_per_node, f"{nodes} x {devices_per_node}")
-    return recipe
+def _load_recipe(request: LaunchRequest) -> Recipe:
+    """Return the recipe; raise UsageError for an invalid one before it waits in a queue."""
+    return load_recipe(request.recipe, values_of("--set", request.train_words)).recipe
+
+
+def _training(recipe: Recipe, request: LaunchRequest) -> Training:
+    """Return what the training needs of its hardware; raise UsageError for an invalid URL of the run."""
+    outputs = values_of("--out", request.train_words)
+    return Training(
+        mesh=parse_mesh(recipe.mesh, "mesh"),
+        slices=parse_slice_counts(recipe.cluster.dcn_mesh),
+        num_processes=recipe.cluster.n_processes,
+        local_devices=recipe.cluster.n_local_devices,
+        is_in_bucket=bool(outputs) and parse_out_url(Path(outputs[-1])) is not None,
+    )
 
 
 def _job(request: LaunchRequest, name: str) -> LaunchJob:

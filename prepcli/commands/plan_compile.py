@@ -11,7 +11,7 @@ from trainer.models.memory_estimate import estimate_memory
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.slices import num_slices
 from trainer.planning.accelerators import Accelerator
-from trainer.planning.tpu_topologies import SLICES, find_topology
+from trainer.planning.tpu_topologies import TPU_GENERATIONS, find_topology
 from trainer.planning.training_plan import TrainingPlan
 from trainer.training.compiled_plan import compiled_plan
 
@@ -31,7 +31,9 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
     """
     mesh, recipe = training_plan.mesh, training_plan.recipe
     count = num_slices(training_plan.slices)
-    topology = find_topology(kind.name, mesh.n_devices // count) if kind is not None and kind.name in SLICES else None
+    topology = (
+        find_topology(kind.name, mesh.n_devices // count) if kind is not None and kind.name in TPU_GENERATIONS else None
+    )
     hardware = topology if count == 1 else f"{count} x {topology}"
     ui.note(f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}

@@ -93,11 +93,15 @@ def as_label(text: str) -> str:
     return label[:40].rstrip("-")
 
 
-def overrides_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of `--set` among words of `prep train`."""
-    pairs = zip(words, [*words[1:], ""])
-    options = ((word, next_word) for word, next_word in pairs if word.startswith("--set"))
-    return tuple(next_word if word == "--set" else word.removeprefix("--set=") for word, next_word in options)
+def values_of(option: str, words: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of an option, e.g. `--set`, among words of `prep train`."""
+    values = list[str]()
+    for word, next_word in zip(words, [*words[1:], ""]):
+        if word == option:
+            values.append(next_word)
+        elif word.startswith(f"{option}="):
+            values.append(word.removeprefix(f"{option}="))
+    return tuple(values)
 
 
 def _check_no_null(option: str, text: str) -> None:

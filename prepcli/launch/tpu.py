@@ -10,14 +10,12 @@ from prepcli.errors import usage_error
 from prepcli.launch.job import LaunchJob, check_label, check_text
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 from trainer.models.suggest import did_you_mean
+from trainer.planning.tpu_topologies import TPU_GENERATIONS
 
 RUNTIME_VERSIONS = {  # software of a TPU VM by the generation in the name of its type
-    "v2": "tpu-ubuntu2204-base",
-    "v3": "tpu-ubuntu2204-base",
-    "v4": "tpu-ubuntu2204-base",
-    "v5litepod": "v2-alpha-tpuv5-lite",
-    "v5p": "v2-alpha-tpuv5",
-    "v6e": "v2-alpha-tpuv6e",
+    generation.type_prefix: generation.runtime_version
+    for generation in TPU_GENERATIONS.values()
+    if generation.type_prefix
 }
 
 

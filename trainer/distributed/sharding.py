@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from trainer.distributed.slice_grid import slice_grid
+from trainer.distributed.device_grid import arrange_devices
 from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
@@ -221,8 +220,10 @@ def make_sharding_context(
         hardware += "; JAX_NUM_CPU_DEVICES=8 simulates 8 CPU devices"
     resolved = meshes.resolve_mesh(mesh, len(devices), hardware)
     check_slices(resolved, slices)
-    grid = slice_grid(resolved, devices, slices) if slices else None
-    return ShardingContext(mesh=resolved, rules=rules, device_mesh=_make_device_mesh(resolved, devices, grid))
+    grid = arrange_devices(resolved, devices, slices)
+    axis_types = (AxisType.Auto,) * len(resolved.names)
+    device_mesh = jax.sharding.Mesh(grid, resolved.names, axis_types=axis_types)
+    return ShardingContext(mesh=resolved, rules=rules, device_mesh=device_mesh)
 
 
 def _jax_devices() -> list[Any]:
@@ -257,13 +258,3 @@ def catch_out_of_memory(hint: str = TRAINING_MEMORY_HINT) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise PrepError("out of device memory", str(error).partition("\n")[0], hint) from error
-
-
-def _make_device_mesh(mesh: Mesh, devices: Sequence[Any], grid: np.ndarray | None) -> jax.sharding.Mesh:
-    """Create the mesh: of a grid of devices in slices, or with devices in plain order or placed by topology."""
-    axis_types = (AxisType.Auto,) * len(mesh.names)
-    if grid is not None:
-        return jax.sharding.Mesh(grid, mesh.names, axis_types=axis_types)
-    if mesh.plain_order:
-        return jax.sharding.Mesh(np.array(devices).reshape(mesh.sizes), mesh.names, axis_types=axis_types)
-    return jax.make_mesh(mesh.sizes, mesh.names, axis_types=axis_types, devices=devices)

@@ -17,6 +17,7 @@ from trainer.models.errors import PrepError, usage_error
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # The two cores of a v4 chip are one device with its whole memory, as on a TPU VM. libtpu would describe two devices.
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
+_ONE_CHIP = "1x1"  # libtpu assumes hosts with four chips
 
 
 def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
@@ -34,7 +35,10 @@ def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
         what = f"no compiler for the TPU topology {topology!r:.60}"
         raise PrepError(what, "libtpu is not installed", "`pip install 'prepcli[tpu]'`; it needs no TPU")
     try:
-        options = {"num_slices": num_slices, **_CHIP_CONFIGS.get(topology.partition(":")[0], {})}
+        name, _, shape = topology.partition(":")
+        options: dict[str, Any] = {"num_slices": num_slices, **_CHIP_CONFIGS.get(name, {})}
+        if shape == _ONE_CHIP:
+            options["chips_per_host_bounds"] = [1, 1, 1]
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices)
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]

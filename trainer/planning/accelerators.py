@@ -4,10 +4,12 @@ Memory is in decimal gigabytes although some vendors mean binary ones: the runti
 Peaks are those of dense bfloat16 matrix products. Bandwidths are in bytes per second that one device sends.
 
 Sources:
-    TPU memory, memory bandwidth, peak and pod size: Google Cloud, "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e"
-        (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it).
+    TPU memory, memory bandwidth, peak and pod size: Cloud TPU docs, "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU7x"
+        (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it). A chip of TPU7x is two devices; each has
+        half of its memory and bandwidths.
     TPU links along one axis of the torus, both directions, and data center network per chip: Austin et al., "How to
-        Scale Your Model", chapter 2 (https://jax-ml.github.io/scaling-book/tpus).
+        Scale Your Model", chapter 2 (https://jax-ml.github.io/scaling-book/tpus). The links of a TPU7x chip are as fast
+        as those of a v5p chip (Cloud TPU docs, "TPU7x").
     GPU memory, memory bandwidth, peak and NVLink, of which one direction is half: NVIDIA's data sheets of A100, H100
         and H200, and of DGX B200 for one of its eight GPUs (https://www.nvidia.com/en-us/data-center).
     GPU network: the network cards of DGX A100 (200 Gb/s), DGX H100, H200 and B200 (400 Gb/s), one per GPU.
@@ -72,6 +74,7 @@ _KINDS = (
     Accelerator("v5e", TPU, 16 * GB, 197 * TERA, 819 * GB, 90 * GB, 256, 3.125 * GB),
     Accelerator("v5p", TPU, 95 * GB, 459 * TERA, 2765 * GB, 180 * GB, 8960, 6.25 * GB),
     Accelerator("v6e", TPU, 32 * GB, 918 * TERA, 1640 * GB, 180 * GB, 256, 12.5 * GB),
+    Accelerator("tpu7x", TPU, 96 * GB, 1153.5 * TERA, 3690 * GB, 90 * GB, 18432, 6.25 * GB),
     Accelerator("A100-40", AMPERE, 40 * GB, 312 * TERA, 1555 * GB, 300 * GB, 8, 25 * GB),
     Accelerator("A100-80", AMPERE, 80 * GB, 312 * TERA, 2039 * GB, 300 * GB, 8, 25 * GB),
     Accelerator("H100", HOPPER, 80 * GB, 989 * TERA, 3350 * GB, 450 * GB, 8, 50 * GB),
@@ -87,6 +90,7 @@ JAX_KINDS = {  # `device_kind` of JAX; PCIe and NVL cards have other peaks
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
     "NVIDIA A100-SXM4-40GB": "A100-40",
     "NVIDIA A100-SXM4-80GB": "A100-80",
     "NVIDIA H100 80GB HBM3": "H100",

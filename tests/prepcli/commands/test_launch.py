@@ -15,8 +15,8 @@ from tests.helpers.training_folder import RECIPE, make_training_folder
 
 TARGETS = [
     ["slurm"],
-    ["tpu", "--accelerator", "v5p-8", "--zone", "us-east5-a"],
-    ["gke", "--image", "image"],
+    ["tpu", "--accelerator", "v5p-16", "--zone", "us-east5-a"],
+    ["gke", "--image", "image", "--devices-per-node", "8", "--claim", "runs"],
 ]
 
 
@@ -87,6 +87,102 @@ def test_invalid_requests_are_errors_before_a_job_waits(
 ):
     assert what in run_failing(capsys, USAGE, "launch", "slurm", *words)
     assert Path("recipe.toml").read_text() == RECIPE
+
+
+V5P = ["--accelerator", "tpu-v5p-slice"]
+IMAGE = ["--image", "image"]
+CLAIM = ["--claim", "runs"]
+TWO_SLICES = ["--", "--set", "cluster.dcn_mesh=fsdp:2"]
+IMPOSSIBLE = [  # words of `prep launch` for a mesh of 8 devices; error, hint
+    (["tpu", "--accelerator", "v5p-8"], "needs 8 devices, there are 4", "`--accelerator v5p-16`"),
+    (["tpu", "--accelerator", "v5p-100"], "`--accelerator v5p-100` is invalid", "`--accelerator v5p-128`"),
+    (["tpu", "--accelerator", "v5p-7"], "`--accelerator v5p-7` is invalid", "`--accelerator v5p-8`"),
+    (["tpu", "--accelerator", "v5p-"], "`--accelerator v5p-` is invalid", "`--accelerator v5p-8`"),
+    (["tpu", "--accelerator", "tpu7x-8"], "no TPU VMs", "`prep launch gke --accelerator tpu7x`"),
+    (["tpu", "--accelerator", "v6e-8", *TWO_SLICES], "has 2 slices", "`prep launch gke`"),
+    (["gke", *IMAGE, *CLAIM], "`--devices-per-node` is missing", "`--devices-per-node 8`"),
+    (["gke", *IMAGE, "--devices-per-node", "8"], "`--claim` is missing", "`--claim NAME`"),
+    (["gke", *IMAGE, *CLAIM, *V5P], "`--topology` is missing", "`--topology 2x2x2`"),
+    (["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2"], "`--devices-per-node` is missing", "`--devices-per-node 4`"),
+    (["gke", *IMAGE, *CLAIM, *V5P, "--topology", "8x1x1"], "`--topology 8x1x1` is invalid", "2x2x2"),
+    (
+        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2", "--devices-per-node", "8"],
+        "`--devices-per-node 8` is invalid",
+        "`--devices-per-node 4`",
+    ),
+    (
+        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2", "--devices-per-node", "4"],
+        "`--nodes 1` is invalid",
+        "`--nodes 2`",
+    ),
+    (
+        ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x4", "--devices-per-node", "4", "--nodes", "4"],
+        "needs 8 devices, there are 16",
+        "`--topology 2x2x2 --nodes 2`",
+    ),
+    (
+        [
+            "gke",
+            *IMAGE,
+            *CLAIM,
+            *V5P,
+            "--topology",
+            "2x2x1",
+            "--devices-per-node",
+            "4",
+            "--",
+            *["--set", "cluster.dcn_mesh=fsdp:2"],
+        ],
+        "`--nodes 1` is invalid",
+        "`--nodes 2`",
+    ),
+    (["gke", *IMAGE, *CLAIM, "--devices-per-node", "8", "--topology", "4x4"], "for TPUs only", "remove `--topology`"),
+    (["gke", *IMAGE, *CLAIM, "--accelerator", "tpu-v5p"], "unknown TPU label `tpu-v5p`", "tpu-v5p-slice"),
+    (
+        ["slurm", "--nodes", "201", "--", "--out", "gs://bucket/run"],
+        "201 processes cannot save to a bucket",
+        "--out FOLDER",
+    ),
+    (
+        ["slurm", "--nodes", "3", "--", "--set", "cluster.dcn_mesh=fsdp:2"],
+        "`cluster.dcn_mesh` has 2 slices",
+        "`--nodes 4`",
+    ),
+    (["slurm", "--nodes", "4", "--", "--set", "cluster.n_processes=2"], "`cluster.n_processes` is 2", "n_processes=4"),
+    (["slurm", "--", "--out", "ftp://bucket/run"], "ftp://bucket/run", ""),
+]
+POSSIBLE = [
+    ["tpu", "--accelerator", "v5p-16"],
+    ["tpu", "--accelerator", "v2-8"],
+    ["tpu", "--accelerator", "v5litepod-8"],
+    ["gke", *IMAGE, "--devices-per-node", "8", "--", "--out", "gs://bucket/run"],
+    ["gke", *IMAGE, *CLAIM, "--devices-per-node", "4", "--nodes", "2"],
+    ["gke", *IMAGE, *CLAIM, *V5P, "--topology", "2x2x2", "--devices-per-node", "4", "--nodes", "2"],
+    ["gke", *IMAGE, *CLAIM, "--accelerator", "tpu7x", "--topology", "2x2x1", "--devices-per-node", "4"],
+    ["gke", *IMAGE, *CLAIM, "--accelerator", "tpu-v6e-slice", "--topology", "2x4", "--devices-per-node", "8"],
+    ["slurm", "--nodes", "2", "--devices-per-node", "8", "--", "--set", "cluster.n_local_devices=4"],
+    ["slurm", "--nodes", "200", "--", "--out", "s3://bucket/run"],
+]
+
+
+def launch_words(words: list[str]) -> list[str]:
+    """Return words of `prep launch` with the recipe and, for TPU VMs, a zone."""
+    target, *options = words
+    zone = ["--zone", "us-east5-a"] if target == "tpu" else []
+    return ["launch", target, "recipe.toml", *zone, *options]
+
+
+@pytest.mark.parametrize(("words", "what", "hint"), IMPOSSIBLE, ids=[" ".join(words) for words, *_ in IMPOSSIBLE])
+def test_jobs_that_cannot_run_are_refused(words: list[str], what: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    error = " ".join(run_failing(capsys, USAGE, *launch_words(words)).split())
+    assert what in error
+    assert hint in error
+
+
+@pytest.mark.parametrize("words", POSSIBLE, ids=" ".join)
+def test_jobs_that_can_run_are_described(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(launch_words(words)) == OK
+    assert "prep train" in capsys.readouterr().out
 
 
 def test_overrides_may_change_the_mesh(capsys: pytest.CaptureFixture[str]):

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from prepcli.errors import UsageError
 from prepcli.launch.gke import FILES_FOLDER, GkeOptions, gke_manifest
 from prepcli.launch.job import LaunchJob
+from tests.helpers.kubernetes_schemas import ConfigMap, JobSet
 from tests.helpers.scripts import install_recorders, run_script, texts, words
 
 yaml = pytest.importorskip("yaml")
@@ -40,7 +41,7 @@ def test_gke_manifest_restarts_stopped_pods_only():
     _, job_set = documents(JOB, GkeOptions(image="image", nodes=2))
     assert job_set["spec"]["failurePolicy"] == {
         "maxRestarts": 7,
-        "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+        "rules": [{"name": "endAfterError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
     }
     pods = pods_of(job_set)
     assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
@@ -96,6 +97,67 @@ def test_gke_start_script_passes_on_every_value(
     assert done.variables_of("prep").items() >= (place | env).items()
 
 
-def test_gke_manifest_rejects_a_topology_without_tpu():
-    with pytest.raises(UsageError, match="for TPUs only"):
-        gke_manifest(JOB, GkeOptions(image="image", topology="4x4"), recipe_text="")
+def test_gke_pods_of_gpus_are_on_nodes_of_their_own():
+    pod = pods_of(documents(JOB, GkeOptions(image="image", nodes=2, devices_per_node=4))[1])["template"]["spec"]
+    (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"] == {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "llama-13b"}}
+
+
+@pytest.mark.parametrize(("slice_index", "pod_index", "process"), [(0, 0, 0), (0, 3, 3), (1, 0, 4), (2, 3, 11)])
+def test_gke_slices_are_jobs_with_numbered_processes(recorders: Path, slice_index: int, pod_index: int, process: int):
+    options = GkeOptions(
+        image="image", nodes=12, devices_per_node=4, accelerator="tpu-v5p-slice", topology="2x2x4", claim="runs"
+    )
+    config_map, job_set = yaml.safe_load_all(gke_manifest(JOB, options, recipe_text="seed = 1\n", num_slices=3))
+    (jobs,) = job_set["spec"]["replicatedJobs"]
+    pods = jobs["template"]["spec"]
+    assert (jobs["replicas"], pods["parallelism"], pods["completions"]) == (3, 4, 4)
+    assert job_set["metadata"]["annotations"] == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+    (variable,) = pods["template"]["spec"]["containers"][0]["env"]
+    assert variable["name"] == "JOB_INDEX"
+    done = run_script(
+        config_map["data"]["start.sh"], recorders, JOB_INDEX=str(slice_index), JOB_COMPLETION_INDEX=str(pod_index)
+    )
+    place = {
+        "JAX_COORDINATOR_ADDRESS": "llama-13b-train-0-0.llama-13b:11111",
+        "JAX_NUM_PROCESSES": "12",
+        "JAX_PROCESS_ID": str(process),
+    }
+    assert done.variables_of("prep").items() >= place.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "num_slices"),
+    [
+        (GkeOptions(image="image", nodes=2, devices_per_node=8, accelerator="nvidia-l4", cpus=96, mem="1.5Ti"), 1),
+        (
+            GkeOptions(
+                image="image",
+                nodes=400,
+                devices_per_node=4,
+                accelerator="tpu-v6e-slice",
+                topology="4x4",
+                claim="runs",
+            ),
+            100,
+        ),
+    ],
+)
+def test_gke_manifest_has_the_schema_of_kubernetes(options: GkeOptions, num_slices: int):
+    job = LaunchJob(recipe="r.toml", name=40 * "a", max_restarts=0)
+    config_map, job_set = yaml.safe_load_all(gke_manifest(job, options, recipe_text="\n", num_slices=num_slices))
+    ConfigMap.model_validate(config_map)
+    JobSet.model_validate(job_set)
+
+
+@pytest.mark.parametrize("key", ["name", "action", "onJobFailureReasons"])
+def test_the_schema_rejects_an_incomplete_rule(key: str):
+    options = GkeOptions(image="image", devices_per_node=8)
+    _, job_set = documents(JOB, options)
+    JobSet.model_validate(job_set)
+    del job_set["spec"]["failurePolicy"]["rules"][0][key]
+    with pytest.raises(ValidationError, match=key):
+        JobSet.model_validate(job_set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prepcli.errors import UsageError
-from prepcli.launch.job import LaunchJob, as_label, check_label, overrides_of, parse_env
+from prepcli.launch.job import LaunchJob, as_label, check_label, parse_env, values_of
 
 
 def test_parse_env_splits_at_the_first_equals_sign():
@@ -51,6 +51,8 @@ def test_as_label_keeps_letters_and_digits(text: str, label: str):
     check_label(label)
 
 
-def test_overrides_of_finds_both_forms_of_set():
-    assert overrides_of(["--set", "a=1", "--out", "x", "--set=b=2"]) == ("a=1", "b=2")
-    assert overrides_of([]) == ()
+def test_values_of_finds_both_forms_of_an_option():
+    words = ["--set", "a=1", "--out", "x", "--set=b=2", "--settings", "c=3"]
+    assert values_of("--set", words) == ("a=1", "b=2")
+    assert values_of("--out", words) == ("x",)
+    assert values_of("--set", []) == ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 
 import pytest
 
+from tests.helpers.tpu_devices import FakeTpu, make_tpu_devices
 from trainer.models.errors import USAGE, PrepError
 from trainer.planning.accelerators import ACCELERATORS
-from trainer.planning.tpu_topologies import SLICES, find_topology
+from trainer.planning.tpu_topologies import TPU_GENERATIONS, TpuGeneration, find_topology, num_chips
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,38 @@ def test_slices_are_found_by_number_of_chips(kind: str, num_chips: int, topology
     assert find_topology(kind, num_chips) == topology
 
 
-@pytest.mark.parametrize("kind", SLICES)
-def test_slices_of_a_kind_differ_in_size_and_fit_a_pod(kind: str):
-    sizes = [math.prod(map(int, shape.split("x"))) for shape in SLICES[kind]]
+@pytest.mark.parametrize("generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name)
+def test_slices_of_a_kind_differ_in_size_and_fit_a_pod(generation: TpuGeneration):
+    sizes = [num_chips(shape) for shape in generation.slices]
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] <= ACCELERATORS[kind].domain_size
+    assert all(generation.has_slice(shape) for shape in generation.slices)
+    if kind := ACCELERATORS.get(generation.name):
+        assert sizes[-1] * generation.devices_per_chip <= kind.domain_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "exists"),
+    [
+        ("v5p", "4x4x12", True),
+        ("v5p", "4x4x4x4", False),
+        ("v5p", "8x4x4", False),
+        ("v5p", "2x4x8", False),
+        ("v5p", "16x16x28", False),
+        ("v4", "16x16x24", False),
+        ("v6e", "4x4", True),
+        ("v6e", "4x16", False),
+        ("v6e", "four", False),
+    ],
+)
+def test_boxes_of_whole_cubes_are_slices(kind: str, shape: str, exists: bool):
+    assert TPU_GENERATIONS[kind].has_slice(shape) == exists
+
+
+def test_a_chip_of_tpu7x_is_two_devices():
+    assert find_topology("tpu7x", 256) == "tpu7x:4x4x8"
+    with pytest.raises(PrepError, match="no slice of tpu7x has 24 devices, 2 per chip") as caught:
+        find_topology("tpu7x", 24)
+    assert caught.value.hint == "a mesh of 16 or 32 devices"
 
 
 @pytest.mark.parametrize(
@@ -40,9 +67,14 @@ def test_errors_name_the_nearest_slices(kind: str, num_chips: int, nearest: str)
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs the extra `tpu`")
 @pytest.mark.slow
-def test_libtpu_has_a_device_per_chip_of_every_slice():
+@pytest.mark.parametrize("generation", TPU_GENERATIONS.values(), ids=lambda generation: generation.name)
+def test_fake_devices_are_those_of_libtpu(generation: TpuGeneration):
     from trainer.distributed.topology import tpu_devices
 
-    for kind, shapes in SLICES.items():
-        for shape in shapes:
-            assert len(tpu_devices(f"{kind}:{shape}")) == math.prod(map(int, shape.split("x"))), (kind, shape)
+    for shape in generation.slices:
+        topology = f"{generation.name}:{shape}"
+        described = [
+            FakeTpu(device.id, device.process_index, tuple(device.coords), device.core_on_chip, device.device_kind)
+            for device in tpu_devices(topology)
+        ]
+        assert described == make_tpu_devices(topology)

@@ -1,0 +1,261 @@
+"""The devices that a job asks for, and whether a training can run on them. Pure, no I/O.
+
+A job that cannot run is refused before anything is allocated: otherwise it waits in a queue, and fails when all hosts
+have met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prepcli.errors import PrepError, usage_error
+from prepcli.launch.gke import GkeOptions
+from prepcli.planning.process_files import MAX_PROCESSES
+from trainer.models.mesh import Mesh, resolve_mesh
+from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
+from trainer.models.suggest import did_you_mean
+from trainer.planning.tpu_topologies import TPU_GENERATIONS, TpuGeneration, nearest_sizes, num_chips
+
+_HOST_CHIPS = 4  # of a TPU VM of a slice with several hosts
+_MAX_HOST_CHIPS = 8  # of a v5e or v6e with one host
+MAX_DIGITS = 6  # of the number of an accelerator type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a training needs of its hardware.
+
+    Attributes:
+        mesh: The mesh; one axis may be open.
+        slices: Number of slices along each axis.
+        num_processes: Number of processes that the recipe names; None for that of the job.
+        local_devices: Number of devices that each process uses; None for all of its node.
+        is_in_bucket: Whether the run is saved to an object store.
+    """
+
+    mesh: Mesh
+    slices: SliceCounts
+    num_processes: int | None = None
+    local_devices: int | None = None
+    is_in_bucket: bool = False
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of devices of the mesh; None with an open axis."""
+        return None if -1 in self.mesh.sizes else self.mesh.n_devices
+
+    @property
+    def slice_devices(self) -> int | None:
+        """Number of devices of each slice; None with an open axis."""
+        return None if self.num_devices is None else self.num_devices // num_slices(self.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The devices of a job, which has one process per node.
+
+    Attributes:
+        name: The hardware as the user named it.
+        nodes: Number of nodes.
+        node_devices: Number of devices in JAX of each node; None if it is unknown.
+        max_slices: Largest number of slices that the job can have; None without limit.
+        fitting: Options that fit the mesh; empty if there are none.
+    """
+
+    name: str
+    nodes: int
+    node_devices: int | None = None
+    max_slices: int | None = None
+    fitting: str = ""
+
+
+def check_training(training: Training, hardware: Hardware) -> None:
+    """Check that a training can run on the hardware of a job.
+
+    Raises:
+        UsageError: The mesh, the slices or the processes do not fit the hardware, or the processes the bucket.
+    """
+    _check_processes(training, hardware)
+    _check_slices(training, hardware)
+    if hardware.node_devices is not None:
+        _check_mesh(training, hardware, training.local_devices or hardware.node_devices)
+
+
+def _check_processes(training: Training, hardware: Hardware) -> None:
+    nodes = hardware.nodes
+    if training.num_processes not in (None, nodes):
+        what = f"`cluster.n_processes` is {training.num_processes}"
+        hint = f"remove the key, or `-- --set cluster.n_processes={nodes}`"
+        raise usage_error(what, f"{hardware.name} has {_count(nodes, 'process', 'processes')}", hint)
+    if training.is_in_bucket and nodes > MAX_PROCESSES:
+        why = f"each process writes a data file, and a step in a bucket has at most {MAX_PROCESSES}"
+        hint = f"`-- --out FOLDER` on a file system that all hosts share, or at most {MAX_PROCESSES} nodes"
+        raise usage_error(f"{nodes} processes cannot save to a bucket", why, hint)
+
+
+def _check_slices(training: Training, hardware: Hardware) -> None:
+    count = num_slices(training.slices)
+    if hardware.max_slices is not None and count > hardware.max_slices:
+        why = f"{hardware.name} is {_count(hardware.max_slices, 'slice', 'slices')}"
+        hint = "`prep launch gke`, which starts several slices, or a recipe without the key"
+        raise usage_error(f"`{DCN_KEY}` has {count} slices", why, hint)
+    if hardware.nodes > 1 and hardware.nodes % count:
+        above = -(-hardware.nodes // count) * count
+        why = f"{hardware.name}: a node would be in two slices"
+        raise usage_error(f"`{DCN_KEY}` has {count} slices", why, f"`--nodes {above}`")
+
+
+def _check_mesh(training: Training, hardware: Hardware, node_devices: int) -> None:
+    try:
+        mesh = resolve_mesh(training.mesh, hardware.nodes * node_devices, hardware.name)
+    except PrepError as error:
+        hints = [hint for hint in (hardware.fitting, error.hint) if hint]
+        raise usage_error(error.what, error.why, ", or ".join(hints)) from None
+    check_slices(mesh, training.slices)
+
+
+def plain_hardware(nodes: int, node_devices: int | None) -> Hardware:
+    """Return the hardware of nodes with a number of devices each; None if it is unknown."""
+    name = _count(nodes, "node", "nodes") if node_devices is None else f"{nodes} x {node_devices}"
+    return Hardware(name=name, nodes=nodes, node_devices=node_devices)
+
+
+def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
+    """Return the hardware of an accelerator type of TPU VMs, such as `v5p-256`.
+
+    Args:
+        accelerator: The type.
+        training: The training, for the hints.
+
+    Returns:
+        The hardware; None if the generation is unknown.
+
+    Raises:
+        UsageError: The generation has no TPU VMs, or no slice of this size.
+    """
+    prefix, _, number = accelerator.partition("-")
+    if prefix in TPU_GENERATIONS and not TPU_GENERATIONS[prefix].type_prefix:
+        hint = f"`prep launch gke --accelerator {TPU_GENERATIONS[prefix].gke_label}`"
+        raise usage_error(f"`--accelerator {accelerator}`: no TPU VMs", f"only GKE has {prefix}", hint)
+    generations = {known.type_prefix: known for known in TPU_GENERATIONS.values() if known.type_prefix}
+    if prefix not in generations:
+        return None
+    generation = generations[prefix]
+    number_of_type = int(number) if number.isdecimal() and len(number) <= MAX_DIGITS else 0
+    chips, rest = divmod(number_of_type, generation.type_units)
+    if rest or not generation.has_size(chips):
+        types = [num_chips(shape) * generation.type_units for shape in generation.slices]
+        hints = [f"`--accelerator {prefix}-{size}`" for size in nearest_sizes(number_of_type, types)]
+        why = f"no slice of {generation.name} has this size"
+        raise usage_error(f"`--accelerator {accelerator}` is invalid", why, " or ".join(hints))
+    hosts = 1 if _has_one_host(generation, chips) else chips // _HOST_CHIPS
+    return Hardware(
+        name=f"{accelerator} with {chips} chips",
+        nodes=hosts,
+        node_devices=chips * generation.devices_per_chip // hosts,
+        max_slices=1,
+        fitting=_fitting_type(generation, training.num_devices),
+    )
+
+
+def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
+    """Return whether a TPU VM with a number of chips is one machine."""
+    has_large_hosts = not generation.has_boxes and generation.devices_per_chip == 1
+    return chips <= (_MAX_HOST_CHIPS if has_large_hosts else _HOST_CHIPS)
+
+
+def _fitting_type(generation: TpuGeneration, num_devices: int | None) -> str:
+    """Return the option for the accelerator type with a number of devices; empty if there is none."""
+    chips = _chips_of(generation, num_devices)
+    if chips is None or not generation.has_size(chips):
+        return ""
+    return f"`--accelerator {generation.type_prefix}-{chips * generation.type_units}`"
+
+
+def gke_hardware(options: GkeOptions, training: Training) -> Hardware:
+    """Return the hardware of a JobSet.
+
+    Args:
+        options: Options of the JobSet.
+        training: The training, for the number of slices and the hints.
+
+    Raises:
+        UsageError: An option is missing without which the pods get no devices, or the options contradict each other.
+    """
+    generation = _gke_generation(options.accelerator)
+    if generation is None:
+        return _gpu_hardware(options, training)
+    return _tpu_pod_hardware(options, generation, training)
+
+
+def _gke_generation(label: str | None) -> TpuGeneration | None:
+    """Return the generation of a node label; None for GPUs."""
+    labels = {known.gke_label: known for known in TPU_GENERATIONS.values() if known.gke_label}
+    if label is not None and label.startswith("tpu") and label not in labels:
+        hint = did_you_mean(label, labels) or f"`--accelerator {next(iter(labels))}`"
+        raise usage_error(f"unknown TPU label `{label}`", f"known: {', '.join(labels)}", hint)
+    return labels.get(label or "")
+
+
+def _gpu_hardware(options: GkeOptions, training: Training) -> Hardware:
+    if options.topology:
+        raise usage_error(
+            "`--topology` is for TPUs only", f"--accelerator {options.accelerator}", "remove `--topology`"
+        )
+    if options.devices_per_node is None:
+        count, rest = divmod(training.num_devices or 0, options.nodes)
+        raise _no_devices_error(count if count and not rest else 8)
+    return plain_hardware(options.nodes, options.devices_per_node)
+
+
+def _no_devices_error(count: int) -> PrepError:
+    why = "a pod gets the devices that it requests, and without a request it gets none"
+    return usage_error("`--devices-per-node` is missing", why, f"`--devices-per-node {count}`")
+
+
+def _tpu_pod_hardware(options: GkeOptions, generation: TpuGeneration, training: Training) -> Hardware:
+    slices, topology = num_slices(training.slices), options.topology
+    fitting = _fitting_shape(generation, training.slice_devices)
+    if topology is None:
+        why = "GKE finds the nodes of a slice by its topology"
+        raise usage_error("`--topology` is missing", why, f"`--topology {fitting or generation.slices[-1]}`")
+    if not generation.has_slice(topology):
+        known = fitting or ", ".join(generation.slices)
+        raise usage_error(f"`--topology {topology}` is invalid", f"no slice of {generation.name} has it", known)
+    sizes = generation.node_sizes(topology)
+    if options.devices_per_node is None:
+        raise _no_devices_error(sizes[0])
+    if options.devices_per_node not in sizes:
+        what = f"`--devices-per-node {options.devices_per_node}` is invalid"
+        why = f"a node of a {generation.name} of {topology} has {' or '.join(map(str, sizes))} chips"
+        raise usage_error(what, why, f"`--devices-per-node {sizes[0]}`")
+    nodes = slices * num_chips(topology) // options.devices_per_node
+    if options.nodes != nodes:
+        count = _count(slices, "slice", "slices")
+        why = f"{count} of {topology} with {options.devices_per_node} chips per node"
+        raise usage_error(f"`--nodes {options.nodes}` is invalid", f"{why}: {nodes} in all", f"`--nodes {nodes}`")
+    fitting_nodes = 0 if not fitting else slices * num_chips(fitting) // generation.node_sizes(fitting)[0]
+    return Hardware(
+        name=f"{_count(slices, 'slice', 'slices')} of {generation.name}:{topology}",
+        nodes=nodes,
+        node_devices=options.devices_per_node * generation.devices_per_chip,
+        fitting=f"`--topology {fitting} --nodes {fitting_nodes}`" if fitting else "",
+    )
+
+
+def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
+    """Return the slice with a number of devices; empty if there is none."""
+    chips = _chips_of(generation, num_devices)
+    return next((shape for shape in generation.slices if num_chips(shape) == chips), "")
+
+
+def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
+    """Return the number of chips with a number of devices; None if a chip would be shared."""
+    if num_devices is None or num_devices % generation.devices_per_chip:
+        return None
+    return num_devices // generation.devices_per_chip
+
+
+def _count(number: int, singular: str, plural: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {singular if number == 1 else plural}"

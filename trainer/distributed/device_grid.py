@@ -1,0 +1,85 @@
+"""The devices of a mesh in the order of its axes: neighbours along an axis are near each other in the network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from trainer.models.errors import usage_error
+from trainer.models.mesh import Mesh
+from trainer.models.slices import DCN_KEY, ONE_SLICE, SliceCounts, num_slices
+
+
+def arrange_devices(mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ONE_SLICE) -> np.ndarray:
+    """Arrange devices in the shape of a mesh.
+
+    The devices of a slice are placed by its topology, or in plain order if the mesh asks for it. Along an axis of n
+    devices over s slices, each run of n / s devices is in one slice.
+
+    Args:
+        mesh: The mesh, without an open axis.
+        devices: The devices, those of one slice one after another.
+        slices: Number of slices along each axis.
+
+    Returns:
+        Array of devices with the shape of the mesh.
+
+    Raises:
+        UsageError: The devices are not in that number of slices.
+    """
+    if not slices and (mesh.plain_order or devices[0].platform != "tpu"):
+        # The runtime of GPUs counts each host as a slice; only TPUs of several slices have no common topology.
+        return _arrange_slice(mesh.sizes, devices, plain_order=mesh.plain_order)
+    groups = _devices_by_slice(devices, num_slices(slices))
+    outer = [slices.get(axis, 1) for axis in mesh.names]
+    inner = [size // count for size, count in zip(mesh.sizes, outer)]
+    grids = np.empty((len(groups), *inner), object)
+    for number, group in enumerate(groups):
+        grids[number] = _arrange_slice(inner, group, plain_order=mesh.plain_order)
+    axes = [axis for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for axis in pair]
+    return grids.reshape(*outer, *inner).transpose(axes).reshape(mesh.sizes)
+
+
+def _arrange_slice(shape: Sequence[int], devices: Sequence[Any], *, plain_order: bool) -> np.ndarray:
+    """Arrange the devices of one slice in a shape.
+
+    `jax.make_mesh` (jax 0.10.2) splits a physical axis over several mesh axes on v5e alone. On a v6e of 16x16 it
+    therefore refuses 64,4. Shapes that need no split get the same order from both functions.
+    """
+    if plain_order:
+        return np.array(devices).reshape(shape)
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _devices_by_slice(devices: Sequence[Any], count: int) -> list[list[Any]]:
+    """Divide devices by their slice.
+
+    The runtime of GPUs reports each host, or each group of hosts with NVLink, as a slice. A slice of the recipe may
+    have several of them: then the devices are divided in order, by whole hosts, as are the devices of a runtime that
+    reports one slice.
+    """
+    by_index: dict[int, list[Any]] = {}
+    for device in devices:
+        by_index.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    sizes = {len(group) for group in by_index.values()}
+    if len(by_index) == count and len(sizes) == 1:
+        return [by_index[index] for index in sorted(by_index)]
+    if len(by_index) == 1 or devices[0].platform != "tpu":
+        return _devices_by_hosts(devices, count)
+    what = f"`{DCN_KEY}` has {count} slice{'s' if count > 1 else ''}"
+    raise usage_error(what, f"the devices are in {len(by_index)}", f"`--set {DCN_KEY}=dp:{len(by_index)}`")
+
+
+def _devices_by_hosts(devices: Sequence[Any], count: int) -> list[list[Any]]:
+    """Divide devices in order into groups of whole hosts, or the devices of one host into equal groups."""
+    size = len(devices) // count
+    groups = [list(devices[start : start + size]) for start in range(0, len(devices), size)]
+    hosts = [{device.process_index for device in group} for group in groups]
+    num_hosts = len(set().union(*hosts))
+    if num_hosts == 1 or sum(map(len, hosts)) == num_hosts:
+        return groups
+    what = f"`{DCN_KEY}` has {count} slices of {size} devices"
+    raise usage_error(what, "a host would be in two slices", "a number of slices that divides the hosts")
