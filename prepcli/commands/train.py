@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import platform
 import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -68,8 +67,6 @@ if TYPE_CHECKING:
     from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
 
-MAX_ISA = "--xla_cpu_max_isa"
-
 
 def train(request: TrainRequest, ui: Ui) -> Report:
     """Train until the recipe's last step or a signal, and save the last step.
@@ -89,8 +86,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     loaded = load_recipe(find_training_recipe(request.recipe), request.overrides)
     request.token_functions.check(loaded.recipe)
     silence_jax(ui)
-    if loaded.recipe.train.reduction == "exact":
-        disable_fused_multiply_add()
+    from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
 
     group = connect_processes(loaded.recipe)
@@ -107,6 +103,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
+        if loaded.recipe.train.reduction == "exact":
+            start_exact_backend()
         job = JobContext(group, process_ui, enter_phase)
         return replace(_train_in_group(loaded, place, request, job=job), process=process)
 
@@ -208,16 +206,6 @@ def silence_jax(ui: Ui) -> None:
     """Hide the log messages of jax, such as warnings about missing accelerators, unless `-vv` is set."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
-
-
-def disable_fused_multiply_add() -> None:
-    """Let XLA's code for x86 processors round each product; XLA reads the option before it uses the first device.
-
-    LLVM fuses one of the products in `a * b + c * d` with the sum, and its choice depends on the shapes of a program.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if platform.machine() in ("x86_64", "AMD64") and MAX_ISA not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {MAX_ISA}=AVX".strip()  # the newest instructions without fused ones
 
 
 def _open_start_checkpoint(
