@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 
-import pytest
 from hypothesis import settings
-
-from tests import FLAGS
 
 settings.register_profile("prep", deadline=None)  # the time of an example depends on the load of the machine
 settings.load_profile("prep")
@@ -20,14 +16,6 @@ COLLECT_EVERY = 20_000  # allocations; at the default of 700, garbage collection
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of workers for `-n auto`: one more than CPUs, because tests wait for processes and files."""
     return len(os.sched_getaffinity(0)) + 1
-
-
-@pytest.fixture(autouse=True)
-def restored_flags() -> Iterator[None]:
-    """Undo the changes of exact runs to XLA_FLAGS: XLA has read them in this process, but not in the next command."""
-    flags = os.environ[FLAGS]
-    yield
-    os.environ[FLAGS] = flags
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,7 @@ from prepcli.api.session import silent_ui
 from prepcli.commands.conversion import open_checkpoint
 from prepcli.commands.model_files import eos_token_ids, tokenizer_path
 from prepcli.commands.open_params import open_params
-from prepcli.commands.train import disable_fused_multiply_add, silence_jax
+from prepcli.commands.train import silence_jax
 from prepcli.errors import PrepError, usage_error
 from prepcli.restore.params import OpenedModel
 
@@ -232,7 +232,9 @@ def harness_model(
     ui = silent_ui("eval")
     silence_jax(ui)
     if reduction == "exact":
-        disable_fused_multiply_add()
+        from trainer.distributed.exact_backend import start_exact_backend
+
+        start_exact_backend()
     located, source = open_checkpoint(common_options(checkpoint, None, {**options, "ema": ema}), ui)
     with open_params(located, source, mesh, verify=verify, ui=ui) as opened:
         path = tokenizer_path(source, Path(tokenizer) if tokenizer is not None else None, purpose="encode texts")

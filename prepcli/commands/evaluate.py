@@ -18,7 +18,7 @@ from prepcli.commands.evaluation_recipe import evaluation_recipe
 from prepcli.commands.model_files import tokenizer_path
 from prepcli.commands.open_params import open_params
 from prepcli.commands.target_metrics import check_target_metrics, target_metrics
-from prepcli.commands.train import disable_fused_multiply_add, silence_jax
+from prepcli.commands.train import silence_jax
 from prepcli.commands.train_data import DataFinder
 from prepcli.commands.train_report import tokenize_progress
 from prepcli.console.formatting import format_duration
@@ -61,12 +61,13 @@ def evaluate(request: EvaluateRequest, ui: Ui) -> Report:
 def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
     """Load the model and the data, and compute the report; see `evaluate`."""
     silence_jax(ui)
-    if request.reduction == "exact":
-        disable_fused_multiply_add()
+    from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
     from trainer.training.evaluation import combine_results
     from trainer.training.evaluation import evaluate as evaluate_dataset
 
+    if request.reduction == "exact":
+        start_exact_backend()
     located, source = open_checkpoint(request.common, ui)
     check_config_option(request.common, source)
     ui.note(source_line(source))

@@ -6,9 +6,8 @@ import json
 import logging
 import math
 import os
-import platform
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,13 @@ from prepcli.commands.train_exports import (
     step_exports,
 )
 from prepcli.commands.train_files import kept_note, write_recipe
-from prepcli.commands.train_folder import check_shared_folder, run_place
+from prepcli.commands.train_folder import (
+    check_last_step,
+    check_shared_folder,
+    explain_removed_step,
+    hold_run,
+    run_place,
+)
 from prepcli.commands.train_lora import base_facts, check_base, with_adapters
 from prepcli.commands.train_metrics import check_logs, open_metrics
 from prepcli.commands.train_prepare import prepare_run
@@ -46,6 +51,7 @@ from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
 from prepcli.errors import PrepError
+from prepcli.execution.joint_work import joint_work
 from prepcli.execution.kept_steps import KeepRule
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.run_place import RunPlace
@@ -60,8 +66,6 @@ if TYPE_CHECKING:
     from trainer.training.loop import RunResult
     from trainer.training.profiling import StepProfiler
     from trainer.training.step import TrainState
-
-MAX_ISA = "--xla_cpu_max_isa"
 
 
 def train(request: TrainRequest, ui: Ui) -> Report:
@@ -82,8 +86,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     loaded = load_recipe(find_training_recipe(request.recipe), request.overrides)
     request.token_functions.check(loaded.recipe)
     silence_jax(ui)
-    if loaded.recipe.train.reduction == "exact":
-        disable_fused_multiply_add()
+    from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
 
     group = connect_processes(loaded.recipe)
@@ -100,12 +103,14 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     with label_errors(process), together as enter_phase, catch_out_of_memory():
         enter_phase("load")
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
+        if loaded.recipe.train.reduction == "exact":
+            start_exact_backend()
         job = JobContext(group, process_ui, enter_phase)
         return replace(_train_in_group(loaded, place, request, job=job), process=process)
 
 
 def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, job: JobContext) -> Report:
-    """Prepare the run, load its state and train."""
+    """Check the place of the run, and train with its lock held."""
     group, ui = job.group, job.ui
     if group.index == 0:
         place.check(group.count)
@@ -114,6 +119,14 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
         check_shared_folder(place.local_folder, group)
     if not place.is_on_disk:
         ui.note(f"tokens and metrics are written to {place.local_folder} first; `data.cache` names a folder for tokens")
+    lock = nullcontext() if request.dry_run else hold_run(place, group, ui.warn)
+    with lock:
+        return _train_locked(loaded, place, request, job=job)
+
+
+def _train_locked(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest, *, job: JobContext) -> Report:
+    """Prepare the run, load its state and train. No other process changes the run, unless its place has no lock."""
+    group, ui = job.group, job.ui
     with (
         raise_on_signal(),
         note_durable_work(lambda: "" if request.dry_run else kept_note(place)),
@@ -155,7 +168,7 @@ def _train_in_group(loaded: LoadedRecipe, place: RunPlace, request: TrainRequest
             check_repository(run.recipe.checkpoint, group, ui)
         if request.verify:
             start.check_remaining(ui, has_state=bool(run.step))
-        with start.rename_in_errors():
+        with explain_removed_step(place, run.step), start.rename_in_errors():
             state = _load_train_state(run, start, ui)
         if start.lora is not None:
             assert run.recipe.model.path is not None
@@ -193,16 +206,6 @@ def silence_jax(ui: Ui) -> None:
     """Hide the log messages of jax, such as warnings about missing accelerators, unless `-vv` is set."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if ui.level >= SLABS else "3")
     logging.getLogger("jax").setLevel(logging.INFO if ui.level >= SLABS else logging.ERROR)
-
-
-def disable_fused_multiply_add() -> None:
-    """Let XLA's code for x86 processors round each product; XLA reads the option before it uses the first device.
-
-    LLVM fuses one of the products in `a * b + c * d` with the sum, and its choice depends on the shapes of a program.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if platform.machine() in ("x86_64", "AMD64") and MAX_ISA not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {MAX_ISA}=AVX".strip()  # the newest instructions without fused ones
 
 
 def _open_start_checkpoint(
@@ -284,6 +287,9 @@ def _run_training(run: Run, state: TrainState, *, restart: bool, job: JobContext
     with open_display(job.ui, run) as display:
         reporter, exports = TrainReporter(display), step_exports(run, job.ui)
         with _open_store(run, str(sharding.mesh), job.ui, exports=exports) as store:
+            with joint_work(run.group, "last-step"):  # before any process changes its file of metrics
+                if run.group.index == 0 and not restart:
+                    check_last_step(run.place, run.step)
             if restart:  # only after all checks, and while the lock keeps other processes out
                 store.clear()
                 remove_exports(run)

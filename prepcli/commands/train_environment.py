@@ -66,9 +66,11 @@ def _num_elements(leaves: Mapping[str, ParamLeaf]) -> int:
 
 def rounding_environment(sharding: ShardingContext) -> dict[str, str | int]:
     """Return the kind of device, the versions of JAX, XLA's flags and, for CPUs, the cores of this process."""
+    from trainer.distributed.exact_backend import xla_flags
+
     assert sharding.device_mesh is not None
     device = sharding.device_mesh.devices.flat[0]
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_COUNT_FLAG)]
+    flags = [flag for flag in xla_flags().split() if not flag.startswith(DEVICE_COUNT_FLAG)]
     return {
         "device": device.device_kind,
         "jax": metadata.version("jax"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.ui import Ui
-from prepcli.errors import PrepError
+from prepcli.errors import FAILED, STOPPED, PrepError
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.local_run import LocalRun
@@ -43,6 +45,69 @@ def run_place(out: Path | None, name: str, ui: Ui) -> RunPlace:
         return LocalRun(out or RUNS_FOLDER / name, start_files)
     local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
     return BucketRun(url, local_folder, retry_policy_from_env(os.environ, ui.note))
+
+
+@contextmanager
+def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a run in process 0, from before its steps are listed until it ends.
+
+    An object store has no lock: `check_last_step` is called before the first change of the run instead.
+
+    Args:
+        place: Place of the run.
+        group: Processes of the run.
+        note: Prints a warning if the file system has no locks.
+
+    Raises:
+        PrepError: Another process holds the run.
+    """
+    if group.index > 0 or not place.is_on_disk:
+        yield
+        return
+    place.acquire(note)
+    try:
+        yield
+    except BaseException:
+        place.remove_unbegun()
+        # The other processes of a job may still write their shares of a step; the lock then ends with this process.
+        if group.count == 1:
+            place.release()
+        raise
+    place.release()
+
+
+def check_last_step(place: RunPlace, step: int) -> None:
+    """Check that a run is still at the step that this start has read, before the first change of the run.
+
+    Args:
+        place: Place of the run, acquired.
+        step: Step to resume from; 0 for a new run.
+
+    Raises:
+        PrepError: Another process has saved or removed steps meanwhile.
+    """
+    if max(place.known_steps(), default=0) != step:
+        raise _overtaken_error(place, step)
+
+
+def _overtaken_error(place: RunPlace, step: int) -> PrepError:
+    """Return the error for a start whose run has got to another step than the one that it has read."""
+    last_step = max(place.known_steps(), default=0)
+    what = f"{place.name} is at step {last_step}, and this start has read step {step}"
+    why = "another process has trained the run meanwhile; nothing was changed"
+    code = STOPPED if last_step else FAILED
+    return PrepError(what, why, "start again once it has ended: the run resumes from its last step", code)
+
+
+@contextmanager
+def explain_removed_step(place: RunPlace, step: int) -> Iterator[None]:
+    """Replace errors of the block by that of `check_last_step` if another process has removed the step meanwhile."""
+    try:
+        yield
+    except PrepError as error:
+        if step and step not in place.steps():
+            raise _overtaken_error(place, step) from error
+        raise
 
 
 def check_shared_folder(folder: Path, group: ProcessGroup) -> None:

@@ -159,7 +159,7 @@ def work_together(
     with task.stage.failures.recording_errors():
         outcome = move_share()
     task.stage.mark_moved()
-    peers = _Peers(task, wait_options)
+    peers = Peers(task, wait_options)
     while True:
         digests = peers.wait()
         with task.stage.holding_publish_lock() as is_needed:
@@ -172,38 +172,38 @@ def work_together(
         peers.pause([])
 
 
-def wait_for_all(task: ConversionTask, wait_options: WaitOptions) -> dict[int, str]:
-    """Wait until all streams are durable, or the output is published.
+@dataclass(slots=True)
+class Peers:
+    """State of each process, as read from its journal.
 
-    Args:
+    Attributes:
         task: The plan and this process's share of it.
         wait_options: How to wait for the other processes.
-
-    Returns:
-        Digests of all streams with bytes; fewer if the output was published meanwhile.
-
-    Raises:
-        PrepError: Another process failed or is missing, or `check_workers` raised.
+        journal_states: The last state of each journal.
+        complete: Processes with durable shares.
+        last_seen_s: Time of the last sign of life of each process.
     """
-    return _Peers(task, wait_options).wait()
-
-
-@dataclass(slots=True)
-class _Peers:
-    """State of each process, as read from its journal."""
 
     task: ConversionTask
     wait_options: WaitOptions
     journal_states: dict[int, JournalState] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
-    last_seen_s: dict[int, float] = field(default_factory=dict)  # time of the last sign of life of each process
+    last_seen_s: dict[int, float] = field(default_factory=dict)
 
     def wait(self) -> dict[int, str]:
-        """Wait as described in `wait_for_all`."""
+        """Wait until all streams are durable, or the output is published.
+
+        Returns:
+            Digests of all streams with bytes; fewer if the output was published meanwhile.
+
+        Raises:
+            PrepError: Another process failed or is missing, or `check_workers` raised.
+        """
         task, unfinished = self.task, self.poll()
         if set(unfinished) - set(task.team):
-            missing = f"{_join_numbers(unfinished)} of {task.division.count}"
-            self.wait_options.note(f"share {task.stage.share} is done; waiting for {missing}")
+            done = f"share {task.stage.share.index} of {task.division.count}"
+            shares = "share" if len(unfinished) == 1 else "shares"
+            self.wait_options.note(f"{done} is done; waiting for {shares} {_join_numbers(unfinished)}")
         while unfinished and not task.stage.is_published():
             self.pause(unfinished)
             unfinished = self.poll()
@@ -272,7 +272,8 @@ class _Peers:
     def _missing_error(self, missing: Sequence[int]) -> PrepError:
         share, count = self.task.stage.share, self.task.division.count
         failures = filter(None, map(self.task.stage.failures.find, missing))
-        why = f"no sign of life for {format_duration(self.wait_options.patience_s)}; share {share} is done and kept"
+        done = f"share {share.index} of {count} is done and kept"
+        why = f"no sign of life for {format_duration(self.wait_options.patience_s)}; {done}"
         why += "".join(f"; earlier, {failure.error.what}" for failure in failures)
         hint = f"run the missing process with `--processes {count}/{missing[0]}`, and this one again"
         return PrepError(f"process {_join_numbers(missing)} of {count} is not running", why, hint, STOPPED)

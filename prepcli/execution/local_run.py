@@ -6,6 +6,7 @@ before it is deleted, so a folder called STEP is always complete.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from prepcli.execution.locks import acquire_lock
-from prepcli.execution.paths import fsync_path, remove_path
+from prepcli.execution.paths import fsync_path, is_same_file, remove_path
 from prepcli.execution.run_place import StepSave
 from prepcli.execution.staging import remove_work_folder
 from prepcli.execution.step_writer import StepWriter
@@ -29,6 +30,7 @@ from trainer.distributed.process_group import ProcessGroup
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 
 LOCK = ".lock"
+MAX_LOCK_TRIES = 100  # starts that fail may remove the folder meanwhile
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 LEFTOVER_NAME = re.compile(r"(0|[1-9][0-9]*)(\.removed)?\.partial")
 
@@ -46,7 +48,8 @@ class LocalRun:
             start_files: Glob patterns of which one matches in the folder of a start that failed early.
         """
         self.local_folder, self._start_files = folder, start_files
-        self._lock = -1
+        self._lock, self._is_acquired = -1, False
+        self._new_folders: list[Path] = []  # created by `acquire`, innermost first
 
     @property
     def name(self) -> str:
@@ -103,21 +106,44 @@ class LocalRun:
     def acquire(self, note: Callable[[str], None]) -> None:
         """Create and lock the folder, and remove files that killed processes left there.
 
-        A file system may have no locks; `note` then gets a warning.
+        Nothing happens if this process has acquired it already. A file system may have no locks; `note` then gets a
+        warning.
 
         Raises:
             PrepError: Another process holds the run.
         """
+        if self._is_acquired:
+            return
         folder = self.local_folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            fsync_path(folder.parent)
-            self._lock = acquire_lock(folder / LOCK, folder)
+            self._lock = self._lock_folder()
         except OSError as error:
             if error.errno not in NO_LOCK_ERRORS:
                 raise io_error(folder, error) from error
             note(f"{folder} cannot be locked ({error.strerror}): start no second run there meanwhile")
+        self._is_acquired = True
         self._remove_leftovers()
+
+    def _lock_folder(self) -> int:
+        """Create and lock the folder; return the descriptor that holds the lock.
+
+        Another start that fails may remove the folder after this process has opened the lock file.
+        """
+        folder = self.local_folder
+        for tries_left in reversed(range(MAX_LOCK_TRIES)):
+            self._new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                fsync_path(folder.parent)
+                fd = acquire_lock(folder / LOCK, folder)
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+                continue
+            if is_same_file(os.fstat(fd), folder / LOCK):
+                return fd
+            os.close(fd)
+        raise PrepError(f"{folder} cannot be locked", "other starts remove it again and again", "end them")
 
     def _remove_leftovers(self) -> None:
         try:
@@ -134,7 +160,16 @@ class LocalRun:
         """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
-            self._lock = -1
+        self._lock, self._is_acquired = -1, False
+
+    def remove_unbegun(self) -> None:
+        """Remove the lock file of a run without a recipe and steps, and the folders that `acquire` created."""
+        if not self._is_acquired or self.steps() or os.path.lexists(self.recipe_file()):
+            return
+        with contextlib.suppress(OSError):  # tokens may be there
+            (self.local_folder / LOCK).unlink(missing_ok=True)
+            for folder in self._new_folders:
+                folder.rmdir()
 
     def write_step(self, save: StepSave) -> None:
         """Write a step; a failed one is removed.

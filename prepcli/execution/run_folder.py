@@ -225,9 +225,15 @@ class RunFolder:
             self._remove_old_steps()
 
     def _check_new_step(self, step: int) -> None:
-        if self._is_first and self._place.has_step(step):
-            why, hint = "a saved step is not overwritten", "remove it, or save another step"
-            raise PrepError(f"{self._place.step_name(step)} exists", why, hint)
+        if not (self._is_first and self._place.has_step(step)):
+            return
+        what = f"{self._place.step_name(step)} exists"
+        if step in self._place.steps():
+            why = "a saved step is not overwritten, and another process has saved it since this one started"
+            raise PrepError(
+                what, why, "start again once the other process has ended: the run resumes from its last step"
+            )
+        raise PrepError(what, "it is not a step that prep saved", "move it away, or save another step")
 
     def _remove_old_steps(self) -> None:
         if self._keep.newest == "all" or not self._is_first:

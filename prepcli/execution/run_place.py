@@ -93,11 +93,18 @@ class RunPlace(Protocol):
         ...
 
     def acquire(self, note: Callable[[str], None]) -> None:
-        """Lock the run if possible, and remove what killed processes left; process 0 alone calls it."""
+        """Lock the run if possible, and remove what killed processes left; process 0 alone calls it.
+
+        A second call does nothing in a place with locks.
+        """
         ...
 
     def release(self) -> None:
         """Release the lock."""
+        ...
+
+    def remove_unbegun(self) -> None:
+        """Remove what `acquire` created, if the run has neither a recipe nor steps. Call it with the lock held."""
         ...
 
     def write_step(self, save: StepSave) -> None:

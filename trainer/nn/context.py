@@ -25,8 +25,8 @@ class LayerContext:
         kv_cache: Cache that keys and values are appended to; None to attend to the layer's input alone.
         encoder_output: Input of cross-attention; None without an encoder.
         attention_options: The kernel that computes attention, and its tiles.
-            ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
-            dropout: Random masks of the layer; None for no dropout.
+        ffn_chunk_size: Tokens of a device per row of a chunk of the MLP and of attention's projections; -1 for all.
+        dropout: Random masks of the layer; None for no dropout.
     """
 
     arch_config: ArchConfig

@@ -87,7 +87,8 @@ class OptimizerTable(BaseModel):
     )
     weight_decay: NonNegativeFloat = Field(
         default=0.0,
-        description="weight decay, multiplied by the learning rate; not applied to biases and norms",
+        description="weight decay, multiplied by the learning rate; not applied to biases and norms, nor to relative "
+        "position biases",
         examples=[0.01],
     )
     decay_embeddings: bool = Field(
@@ -97,7 +98,7 @@ class OptimizerTable(BaseModel):
         default=(),
         description="leaves without weight decay besides biases and norms: a path such as `layers.attn.o.weight`, or "
         "`re:` and a regular expression that is searched in paths without layer numbers",
-        examples=[["re:relative_positions"]],
+        examples=[["re:attn\\.o"]],
     )
     decay_include: Patterns = Field(
         default=(),

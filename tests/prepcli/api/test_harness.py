@@ -18,6 +18,7 @@ from prepcli.api import harness
 from prepcli.errors import PrepError, UsageError
 from tests.helpers.tiny_checkpoints import LLAMA, make_checkpoint
 from tests.helpers.training_folder import WORDS, write_tokenizer
+from trainer.distributed import exact_backend
 from trainer.nn import transformer
 from trainer.nn.model_spec import ForwardConfig
 from trainer.training import scoring
@@ -39,6 +40,12 @@ class PlainBase:
 
 def words(ids: list[int]) -> str:
     return " ".join(WORDS[number] for number in ids)
+
+
+@pytest.fixture(autouse=True)
+def exact_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allow exact results: `test_exact_processes` has the processes in which they are refused."""
+    monkeypatch.setattr(exact_backend, "fuses_multiply_add", lambda: False)
 
 
 @pytest.fixture(scope="module")

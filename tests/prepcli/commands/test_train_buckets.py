@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.commands import train as train_command
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.execution.run_place import TOKENS_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE
@@ -102,6 +103,28 @@ def test_stopped_and_resumed_run_equals_a_local_run(store: FakeObjectStore, caps
     assert losses[0] == losses[1]
     assert (LOCAL / TOKENS_FOLDER).is_dir()
     assert not Path("gs:").exists()
+
+
+def test_start_that_another_has_overtaken_changes_nothing(
+    store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An object store has no lock: another start trains the run after this one has listed its steps."""
+    assert train("--out", URL, "--stop-after", "2", "-q") == STOPPED
+    prepare_run = train_command.prepare_run
+    objects: dict[str, bytes] = {}
+
+    def prepare_after_another(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(train_command, "prepare_run", prepare_run)
+        assert train("--out", URL, "-q") == OK
+        objects.update(store.objects)
+        capsys.readouterr()
+        return prepare_run(*arguments, **options)
+
+    monkeypatch.setattr(train_command, "prepare_run", prepare_after_another)
+    assert train("--out", URL, "--json") == STOPPED
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["what"] == f"{URL} is at step 4, and this start has read step 2"
+    assert dict(store.objects) == objects
 
 
 def test_commands_read_a_run_in_a_bucket(store: FakeObjectStore, capsys: pytest.CaptureFixture[str]):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.commands.train import disable_fused_multiply_add
 from prepcli.errors import OK
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.slow_cases import slow_except
@@ -55,12 +52,3 @@ def test_exact_runs_in_processes_end_in_equal_bytes(
     num_devices = 1 if one_process_mesh == "1,1,1" else count * devices
     expected = train("one", one_process_mesh, count=1, devices=num_devices)
     assert train("several", mesh, count=count, devices=devices) == expected
-
-
-@pytest.mark.parametrize(("machine", "flags"), [("x86_64", "--old --xla_cpu_max_isa=AVX"), ("aarch64", "--old")])
-def test_exact_runs_disable_fused_multiply_add(monkeypatch: pytest.MonkeyPatch, machine: str, flags: str):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setenv("XLA_FLAGS", "--old")
-    for _ in range(2):
-        disable_fused_multiply_add()
-    assert os.environ["XLA_FLAGS"] == flags

@@ -12,7 +12,7 @@ import pytest
 from prepcli.engine.pipeline import PipelineResult
 from prepcli.errors import STOPPED, PrepError
 from prepcli.execution import coordination
-from prepcli.execution.coordination import ConversionTask, WaitOptions, wait_for_all, work_together
+from prepcli.execution.coordination import ConversionTask, Peers, WaitOptions, work_together
 from prepcli.execution.failure_notes import FailureAge, FailureNotes
 from prepcli.execution.locks import acquire_lock
 from prepcli.execution.signals import Stopped
@@ -44,7 +44,7 @@ def finish(task: ConversionTask) -> None:
 
 
 def wait(task: ConversionTask, patience_s: float = 60.0, alarm=lambda: None) -> dict[int, str]:
-    return wait_for_all(task, WaitOptions(patience_s, alarm))
+    return Peers(task, WaitOptions(patience_s, alarm)).wait()
 
 
 ALL_DIGESTS = {number: f"of t{number}" for number in range(4)}
@@ -88,6 +88,19 @@ def test_publish_lock_lets_one_process_publish(tmp_path: Path):
             if is_needed:
                 task.stage.publish()
     assert published == [True, False]
+
+
+def test_wait_names_the_shares_it_waits_for(tmp_path: Path):
+    tasks = [joined(tmp_path / "out", Share(3, index)) for index in range(3)]
+    notes: list[str] = []
+    finish(tasks[1])
+
+    def end_waiting() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Peers(tasks[1], WaitOptions(60.0, end_waiting, notes.append)).wait()
+    assert notes == ["share 1 of 3 is done; waiting for shares 0, 2"]
 
 
 def test_wait_reports_a_missing_process(tmp_path: Path):

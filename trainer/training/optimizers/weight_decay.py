@@ -10,13 +10,16 @@ import optax
 from trainer.models.leaf_patterns import matches_any
 from trainer.models.param_tree import ParamLeaf, Tree, unflatten_tree
 
+POSITION_BIASES = "relative_positions"  # path part: a table like an embedding, but added to attention scores
+
 
 @dataclass(frozen=True, slots=True)
 class WeightDecay:
     """Decoupled weight decay (arXiv:1711.05101).
 
-    Matrices decay, embeddings if `includes_embeddings` is set, norms and biases only by `include`. The role of a leaf
-    decides, not its shape: stacked norm scales have two axes.
+    Matrices decay, embeddings if `includes_embeddings` is set, norms and biases only by `include`. Relative position
+    biases of attention scores are biases, as in transformers' Trainer. The role of a leaf decides, not its shape:
+    stacked norm scales have two axes.
 
     Attributes:
         rate: Weight decay, before it is scaled by the learning rate.
@@ -41,5 +44,8 @@ class WeightDecay:
     def _decays(self, leaf: ParamLeaf) -> bool:
         if matches_any(self.exclude, leaf.path):
             return False
-        has_role = leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)
-        return has_role or matches_any(self.include, leaf.path)
+        if matches_any(self.include, leaf.path):
+            return True
+        if POSITION_BIASES in leaf.path.split("."):
+            return False
+        return leaf.role == "matrix" or (leaf.role == "embedding" and self.includes_embeddings)

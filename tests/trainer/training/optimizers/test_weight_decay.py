@@ -1,0 +1,41 @@
+"""The leaves that weight decay is applied to: those of transformers' Trainer, and relative position biases."""
+
+from __future__ import annotations
+
+import pytest
+
+from prepcli.testing.tiny_transformers import tiny_transformer
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA
+from trainer.models.param_tree import flatten_tree
+from trainer.training.optimizers.weight_decay import WeightDecay
+
+CONFIGS = {"llama": LLAMA, "gpt_neo": GPT_NEO, **FAMILY_CONFIGS}
+BIASES = {"encoder.relative_positions.weight", "decoder.relative_positions.weight"}
+
+
+def decayed(config: dict, decay: WeightDecay) -> set[str]:
+    mask = flatten_tree(decay.mask(tiny_transformer(config).model.leaves))
+    return {path for path, decays in mask.items() if decays}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_decayed_leaves_are_those_of_the_trainer(family: str):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = CONFIGS[family]
+    with torch.device("meta"):
+        hf_config = transformers.AutoConfig.for_model(**config)
+        auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+        model = auto.from_config(hf_config)
+    trainer_names = {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    names = {name for name, _ in model.named_parameters()}
+    leaves = decayed(config, WeightDecay(0.1))
+    compared = [location for location in tiny_transformer(config).locations if location.tensor in names]
+    assert len(compared) > len(names) / 2, "the names of tensors differ"
+    wrong = {x.tensor for x in compared if (x.leaf_path in leaves) != (x.tensor in trainer_names)}
+    assert wrong == set()
+
+
+def test_relative_position_biases_decay_if_included():
+    config = FAMILY_CONFIGS["t5"]
+    assert not BIASES & decayed(config, WeightDecay(0.1))
+    assert decayed(config, WeightDecay(0.1, include=("re:relative_positions",))) >= BIASES
