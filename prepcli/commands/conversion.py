@@ -82,7 +82,11 @@ class PlannedConversion:
 
 
 def open_checkpoint(
-    common: CommonOptions, ui: Ui, is_candidate: Callable[[Path], bool] = Path.is_dir
+    common: CommonOptions,
+    ui: Ui,
+    is_candidate: Callable[[Path], bool] = Path.is_dir,
+    *,
+    allow_adapters: bool = False,
 ) -> tuple[LocatedCheckpoint, Source]:
     """Locate and open the checkpoint of the options.
 
@@ -90,6 +94,7 @@ def open_checkpoint(
         common: Options with the checkpoint, its step, revision, config and choice of parameters.
         ui: Receives notes, warnings and progress.
         is_candidate: Condition on the folder of a default checkpoint, if the options name no checkpoint.
+        allow_adapters: Accept an adapter of PEFT.
 
     Returns:
         The located checkpoint and its source; only headers are read.
@@ -102,6 +107,7 @@ def open_checkpoint(
         checkpoint = f"./{default_checkpoint(Path(), is_candidate)}"
         ui.note(f"using {checkpoint} (the only prep checkpoint here)")
     access = make_access(ui, offline=common.offline, stream=common.stream, allow_urls=True)
+    access = replace(access, allow_adapters=allow_adapters)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
     source = open_source(located, common.config)
     return located, use_averages(source) if common.ema else source

@@ -116,6 +116,7 @@ def read_checkpoint(
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index."""
     access = make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True)
+    access = replace(access, allow_adapters=True)
     located = locate(checkpoint, revision, access=access)
     return located, read_contents(located)
 
@@ -166,6 +167,7 @@ def _source_fields(contents: CheckpointContents, located: LocatedCheckpoint, ui:
         "dtypes": dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         **{key: manifest.get(key) for key in ("layout", "mesh", "scan", "scan_axis")},
         "others": contents.non_arrays,
+        **({"adapter": contents.adapter} if contents.adapter else {}),
     }
 
 
@@ -340,7 +342,7 @@ def _diff_report(
 
 def _shapes_by_name(contents: CheckpointContents, as_hf_tensors: bool) -> dict[str, ShapeAndDtype]:
     """Return each tensor's shape and dtype; of an Orbax checkpoint, optionally as Hugging Face tensors."""
-    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta"):
+    if not as_hf_tensors or contents.kind in ("safetensors", "torch", "meta", "adapter"):
         return {entry.name: (entry.shape, entry.dtype) for entry in contents.entries}
     located = replace(locate(str(contents.folder)), display_name=contents.display_name)
     source = open_source(located)

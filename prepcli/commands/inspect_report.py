@@ -18,6 +18,7 @@ FORMAT_TITLES = {  # of the kinds whose own name is not the title
     "meta": "PyTorch in Meta's layout",
     "flax": "Flax msgpack",
     "easylm": "EasyLM stream",
+    "adapter": "adapter of PEFT",
 }
 
 
@@ -38,6 +39,8 @@ def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> lis
     if vocab := source["vocab"]:
         true_text = f" ({vocab['true']} true)" if vocab["true"] != vocab["padded"] else ""
         stored.append(f"vocabulary {vocab['padded']}{true_text}")
+    if contents.adapter:
+        stored.append(_adapter_text(contents.adapter))
     num_omitted = len(contents.non_arrays) - MAX_NON_ARRAYS
     extra_lines = [
         *contents.non_arrays[:MAX_NON_ARRAYS],
@@ -46,7 +49,15 @@ def header_lines(contents: CheckpointContents, source: Mapping[str, Any]) -> lis
     return [model, "; ".join(stored), *extra_lines]
 
 
+def _adapter_text(adapter: Mapping[str, Any]) -> str:
+    """Return the settings of an adapter, such as `LoRA adapter, rank 8, alpha 16, scaled by 2`."""
+    base = f" of {adapter['base']:.100}" if adapter["base"] else ""
+    return f"LoRA adapter{base}, rank {adapter['rank']}, alpha {adapter['alpha']:g}, scaled by {adapter['scaling']:g}"
+
+
 def _family_text(contents: CheckpointContents) -> str:
+    if contents.kind == "adapter":
+        return "adapter"
     if contents.family is not None:
         return contents.family.name
     model_type = contents.config.get("model_type")

@@ -18,11 +18,10 @@ from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.openers.peft_folder import adapter_config, is_adapter, open_adapter, read_settings
+from prepcli.sources.openers.peft_folder import is_adapter, open_adapter, read_checked_header
+from prepcli.sources.openers.peft_settings import MATRIX_NAME, PeftSettings, check_settings, read_settings
 from prepcli.sources.source import Source, SourceTensor
-from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
-
-MATRIX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+from trainer.models.lora import PEFT_PREFIX, projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,10 @@ def merge(request: MergeRequest, ui: Ui) -> Report:
     Raises:
         PrepError: The adapter is not supported or does not fit the base, or the conversion failed.
     """
+    base = request.common.checkpoint
+    if base is not None and is_adapter(Path(base)) and not is_adapter(request.adapter):
+        why = f"{base} is an adapter and {request.adapter} is none: the adapter comes first"
+        raise usage_error("adapter and base are exchanged", why, f"`prep merge {base} {request.adapter}`")
     return run_conversion(request.common, ui, lambda source, located: plan_merge(request, source, located))
 
 
@@ -70,16 +73,17 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
     if "lora" in source.tree_manifest:
         why = "it has only adapters; a base is a complete model"
         raise usage_error(f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`")
-    lora, adapter = _open_adapter(request.adapter, source)
+    settings, adapter = _open_adapter(request.adapter, source)
+    scale = settings.lora_config().scaling
     if request.verify and not request.common.dry_run:  # a plan reads only headers
         _check_base(request.adapter, source)
     combined = _with_adapter(source, adapter)
     matrices = _matrix_streams(combined.tensors[len(source.tensors) :], request.adapter)
     copy = plan_copy(ExportRequest(request.common, keep_padding=True), source, located)
-    updates = dict(_updates(copy.plan, matrices, scale=lora.scaling, source=source, adapter=request.adapter))
+    updates = dict(_updates(copy.plan, matrices, scale=scale, source=source, adapter=adapter))
     streams = tuple(_with_update(stream, updates.get(stream.name)) for stream in copy.plan.streams)
     command = f"prep merge {request.adapter} {source.display_name}"
-    settings = {"adapter": str(request.adapter), "scaling": lora.scaling, "tensors": len(updates)}
+    merged = {"adapter": str(request.adapter), "scaling": scale, "tensors": len(updates)}
     plan = replace(
         copy.plan,
         command="merge",
@@ -87,30 +91,33 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
         source_files=(*copy.plan.source_files, *adapter.file_stamps),
         streams=(*(matrix for pair in matrices.values() for matrix in pair.values()), *streams),
         small_files=with_adapter_tokenizer(copy.plan.small_files, request.adapter),
-        settings={**copy.plan.settings, "merged": settings},
+        settings={**copy.plan.settings, "merged": merged},
     )
-    base = read_settings(request.adapter).get("base_model_name_or_path")
-    origin = f" (trained with {base:.60})" if isinstance(base, str) and base else ""
-    change = f"{len(updates)} tensors change, scaled by {lora.scaling:g}"
+    base = settings.base_model_name_or_path
+    origin = f" (trained with {base:.60})" if base else ""
+    change = f"{len(updates)} tensors change, scaled by {scale:g}"
     return PlannedConversion(
         plan,
         f"{located.model_name}-merged",
         notes=(f"{request.adapter}{origin} -> {source.display_name}: {change}",),
-        fields={**copy.fields, "merged": settings},
+        fields={**copy.fields, "merged": merged},
         next_command=lambda out: f"prep verify {out}",
         source_view=combined,
     )
 
 
-def _open_adapter(path: Path, source: Source) -> tuple[LoraConfig, Source]:
+def _open_adapter(path: Path, source: Source) -> tuple[PeftSettings, Source]:
     """Read the settings and the header of an adapter; its tensors have the bare names of the base."""
     if not is_adapter(path):
         hint = "`prep export RUN --out ADAPTER` writes the adapter of a run"
         raise usage_error(f"{path} is not an adapter", "it is no folder with an adapter_config.json", hint)
+    settings = read_settings(path)
+    header, _ = read_checked_header(path)
+    check_settings(path, settings, header.tensors)
     family = replace(source.family, prefix=PEFT_PREFIX + source.family.prefix, unprefixed=())
     adapter = open_adapter(path, family, source.config)
     tensors = (replace(tensor, name=tensor.name.removeprefix(PEFT_PREFIX)) for tensor in adapter.tensors)
-    return adapter_config(read_settings(path)), replace(adapter, tensors=tuple(tensors))
+    return settings, replace(adapter, tensors=tuple(tensors))
 
 
 def _check_base(adapter: Path, source: Source) -> None:
@@ -159,7 +166,7 @@ def _matrix_streams(tensors: tuple[SourceTensor, ...], adapter: Path) -> dict[st
 
 
 def _updates(
-    plan: Plan, matrices: Mapping[str, Mapping[str, Stream]], *, scale: float, source: Source, adapter: Path
+    plan: Plan, matrices: Mapping[str, Mapping[str, Stream]], *, scale: float, source: Source, adapter: Source
 ) -> Iterator[tuple[str, LowRankUpdate]]:
     """Yield the name of each tensor that changes with its update; raise PrepError if the base lacks a tensor."""
     written = {stream.name: stream for stream in plan.streams if stream.writes and stream.reads}
@@ -168,13 +175,21 @@ def _updates(
         for projection in projections(source.family, source.config)
         if projection.is_transposed
     ]
+    digests = {tensor.name: tensor.digests[0][2] for tensor in adapter.tensors if tensor.digests}
     for module, pair in matrices.items():
-        update = LowRankUpdate(pair["A"], pair["B"], scale, any(name.fullmatch(module) for name in transposed))
+        update = LowRankUpdate(
+            pair["A"],
+            pair["B"],
+            scale,
+            is_transposed=any(name.fullmatch(module) for name in transposed),
+            digests=(digests.get(pair["A"].name, ""), digests.get(pair["B"].name, "")),
+        )
         target = written.get(f"{module}.weight")
         if target is None:
             hint = f"`prep inspect {source.display_name}` lists its tensors"
-            raise PrepError(f"{adapter} does not fit the base", f"the base has no tensor {module}.weight", hint)
-        _check_shapes(target, update, adapter)
+            why = f"the base has no tensor {module}.weight"
+            raise PrepError(f"{adapter.display_name} does not fit the base", why, hint)
+        _check_shapes(target, update, adapter.root)
         yield target.name, update
 
 

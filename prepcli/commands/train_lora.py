@@ -12,7 +12,8 @@ from prepcli.errors import PrepError, usage_error
 from prepcli.execution.run_place import RunPlace
 from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY
 from prepcli.restore.weights_reader import WeightsReader
-from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
+from prepcli.sources.openers.peft_folder import open_adapter
+from prepcli.sources.openers.peft_settings import read_lora_config
 from trainer.models.lora import lora_family, lora_from_manifest
 from trainer.models.registry import family_of
 from trainer.recipe.lora_table import Lora
@@ -57,7 +58,7 @@ def with_adapters(
         return dataclasses.replace(start, lora=dataclasses.asdict(table.new_adapters))
     family, adapter = family_of(config), Path(table.path).expanduser()
     lora = read_lora_config(adapter, family, config)
-    reader = WeightsReader(open_adapter(adapter, lora_family(family, config, lora), config))
+    reader = WeightsReader(open_adapter(adapter, lora_family(family, config, lora), config), verify=verify)
     return dataclasses.replace(start, lora=dataclasses.asdict(lora), adapters=reader)
 
 

@@ -22,6 +22,7 @@ from prepcli.formats.checksums import read_checksum_bytes
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
+from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
@@ -73,14 +74,14 @@ def verify(request: VerifyRequest, ui: Ui) -> Report:
     Raises:
         PrepError: A checkpoint cannot be read, there are no digests, or the families differ.
     """
-    located, source = open_checkpoint(request.common, ui)
+    located, source = open_checkpoint(request.common, ui, allow_adapters=True)
     ui.note(source_line(source))
     memory_nbytes = request.common.memory_nbytes
     if request.against is None:
         check_config_option(request.common, source)
         check_stream(request.common.stream, located)
         return _verify_digests(_collect_model(source), request, memory_nbytes, ui)
-    against_located, against_source = open_checkpoint(_against_options(request), ui)
+    against_located, against_source = open_checkpoint(_against_options(request), ui, allow_adapters=True)
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
     ui.note(source_line(against_source))
@@ -113,6 +114,8 @@ def _against_options(request: VerifyRequest) -> CommonOptions:
 
 
 def _collect_model(source: Source) -> _VerifiedModel:
+    if source.family is ADAPTER_FAMILY:
+        return _collect_adapter(source)
     match = match_source_tensors(source, stored_rows(source), DEFAULT_MATCH_OPTIONS)
     matched = [t for t in source.tensors if t.name in match.uses]
     tensors = {t.name: t for t in (*matched, *source.state_tensors)}
@@ -124,6 +127,19 @@ def _collect_model(source: Source) -> _VerifiedModel:
         labels=label_tensors(source, match.uses),
         vocab_tensors=vocab_tensors,
         true_vocab=source.vocabulary().true_size,
+    )
+
+
+def _collect_adapter(source: Source) -> _VerifiedModel:
+    """Return the tensors of an adapter. Without its base they have no leaves and no vocabulary."""
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    return _VerifiedModel(
+        source,
+        accounting=Accounting(uses={}, dropped=(), checks=(), is_tied=False),
+        tensors=tensors,
+        labels={name: TensorLabel("", name) for name in tensors},
+        vocab_tensors=frozenset(),
+        true_vocab=0,
     )
 
 

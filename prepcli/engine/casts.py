@@ -31,9 +31,9 @@ class CastCounts:
     Attributes:
         values: Number of values.
         changed: Values with another number after the cast.
-        overflowed: Finite values that became infinite.
+        overflowed: Finite values that became infinite, or NaN by an update.
         underflowed: Nonzero values that became 0.
-        nan: NaN values.
+        nan: Values that are NaN after the cast. A cast keeps NaN, an update may add some.
         worst: Largest relative error over finite, nonzero cast values.
     """
 
@@ -159,27 +159,32 @@ def max_finite(dtype: str) -> float:
 
 
 def count_changes(before: np.ndarray, after: np.ndarray) -> CastCounts:
-    """Count the changes between values before and after a cast.
+    """Count the changes between values before and after a cast or an update.
 
     Args:
         before: The original values.
-        after: The cast values, in the dtype of `before`, which represents them exactly.
+        after: The changed values, in the dtype of `before`, which represents them exactly.
 
     Returns:
         The counts.
     """
-    nan = int(np.count_nonzero(np.isnan(before)))
-    changed = int(np.count_nonzero(before != after)) - nan
+    nan = int(np.count_nonzero(np.isnan(after)))
+    # NaN differs from itself, and NaN before stays NaN.
+    changed = int(np.count_nonzero(before != after)) - int(np.count_nonzero(np.isnan(before)))
     if not changed:
         return CastCounts(before.size, nan=nan)
-    overflowed = int(np.count_nonzero(np.isinf(after))) - int(np.count_nonzero(np.isinf(before)))
-    underflowed = int(np.count_nonzero(after == 0)) - int(np.count_nonzero(before == 0))
+    is_finite = np.isfinite(before)
+    overflowed = int(np.count_nonzero(is_finite & ~np.isfinite(after)))
+    underflowed = int(np.count_nonzero((after == 0) & (before != 0)))
     values = before.size
-    if nan or overflowed or underflowed or not np.isfinite(before).all():
+    if overflowed or underflowed or not is_finite.all():
         is_comparable = np.isfinite(after) & (after != 0)
         before, after = before[is_comparable], after[is_comparable]
     errors = np.abs(after - before) / np.maximum(np.abs(before), SMALLEST_SUBNORMAL[before.dtype.char])
-    worst = float(errors.max(initial=0.0))
+    # An update has no relative change where it adds to 0.
+    errors[before == 0] = 0
+    # JSON has no infinity: the largest number stands for a larger change of a subnormal value.
+    worst = min(float(errors.max(initial=0.0)), float(np.finfo(errors.dtype).max))
     return CastCounts(values, changed, overflowed, underflowed, nan, worst)
 
 

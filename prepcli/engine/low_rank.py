@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import xxhash
 
 from prepcli.engine.casts import StreamCast, ValueChange, count_changes
 from prepcli.engine.files import RunReader
 from prepcli.engine.fills import numpy_dtype, round_to_dtype
 from prepcli.engine.stream_values import allocate_run_buffers, read_values
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.planning.boxes import Range, split_merged_range
 from prepcli.planning.plan import Stream
 
@@ -46,11 +48,15 @@ class StreamUpdate(ValueChange):
         Args:
             stream: A stream of a matrix, with an update.
             source: Reader of the source files.
+
+        Raises:
+            DamagedError: A matrix differs from its recorded digest.
         """
         super().__init__(stream.dtype, stream.written_dtype)
         update = stream.update
         assert update is not None
-        a, b = _read_matrix(update.a, source), _read_matrix(update.b, source)
+        a = _read_matrix(update.a, source, update.digests[0])
+        b = _read_matrix(update.b, source, update.digests[1])
         self._left, self._right = (a.T, b.T) if update.is_transposed else (b, a)  # [rows, rank], [rank, columns]
         self._scale, self._shape = np.float32(update.scale), stream.shape
         self._next_value = stream.byte_range[0] // self._source.itemsize
@@ -87,11 +93,19 @@ def _blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, R
                 yield (row, min(row + step, last_row)), (column, min(column + BLOCK_VALUES, last_column))
 
 
-def _read_matrix(stream: Stream, source: RunReader) -> np.ndarray:
-    """Read a matrix as float32."""
+def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.ndarray:
+    """Read a matrix as float32, and compare its bytes with the recorded digest if there is one.
+
+    The matrices pass as streams of their own too, but a resumed run does not read those again.
+    """
+    state = xxhash.xxh3_128()
     dtype = numpy_dtype(stream.dtype)
     matrix = np.empty(stream.nbytes // dtype.itemsize, np.float32)
     for start, data in read_values(source, stream, buffers=allocate_run_buffers(RUN_NBYTES)):
+        state.update(data.data)
         first = start // dtype.itemsize
         matrix[first : first + data.size // dtype.itemsize] = data.view(dtype)
+    if recorded_digest not in ("", state.hexdigest()):
+        why = f"its bytes have the digest {state.hexdigest()}, its manifest records {recorded_digest}"
+        raise DamagedError(f"{stream.name} of the adapter is damaged", why, GET_AGAIN_HINT)
     return matrix.reshape(stream.shape)

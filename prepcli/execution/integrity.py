@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prepcli.engine.casts import CastCounts, max_finite, parse_stream_digest
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.planning.accounting import not_equal_error
-from prepcli.planning.plan import EqualityCheck, Plan, Stream
+from prepcli.planning.plan import EqualityCheck, Plan, Stream, read_copies
 from prepcli.sources.source import Source
 
 
@@ -37,7 +39,7 @@ class IntegrityChecker:
         expected = self._expected.get(number)
         if expected and expected != digest:
             why = f"its bytes have the digest {digest}, its manifest records {expected}: the file has changed"
-            what = f"{self._display_name(stream.name)} in {self._source.display_name} is damaged"
+            what = f"{self._display_name(stream.name)} in {self._checkpoint_name(stream)} is damaged"
             raise DamagedError(what, why, GET_AGAIN_HINT)
         self._digests[stream.name, stream.rows] = digest
         for check in self._plan.checks:
@@ -45,11 +47,16 @@ class IntegrityChecker:
                 self._compare(check, stream)
 
     def _check_overflow(self, stream: Stream, counts: CastCounts | None) -> None:
-        if counts and counts.overflowed and not self._allow_overflow:
-            name, dtype = self._display_name(stream.name), stream.written_dtype
-            what = f"{counts.overflowed:,} values of {name} are too large for {dtype}"
-            why = f"its largest value is {max_finite(dtype):g}"
-            raise PrepError(what, why, "`--allow-overflow` makes them infinite")
+        if not counts or not counts.overflowed or self._allow_overflow:
+            return
+        name, dtype = self._display_name(stream.name), stream.written_dtype
+        largest = f"{max_finite(dtype):g}"
+        if stream.update:
+            what = f"{counts.overflowed:,} values of {name} become infinite or nan"
+            why = f"the adapter has nan, infinite or too large values: the largest of {dtype} is {largest}"
+            raise PrepError(what, why, "another step of the adapter; `--allow-overflow` writes them nevertheless")
+        what = f"{counts.overflowed:,} values of {name} are too large for {dtype}"
+        raise PrepError(what, f"its largest value is {largest}", "`--allow-overflow` makes them infinite")
 
     def _compare(self, check: EqualityCheck, stream: Stream) -> None:
         digests = [self._digests.get((name, stream.rows)) for name in (check.name, check.duplicate_of)]
@@ -70,6 +77,13 @@ class IntegrityChecker:
             display_names=self._plan.display_names,
             difference=f"first difference in row {row}",
         )
+
+    def _checkpoint_name(self, stream: Stream) -> str:
+        """Return the name of the checkpoint that a stream is read from: the source, or the adapter of a merge."""
+        file = self._source.byte_sources[next(read_copies(stream, stream.box)).file]
+        if isinstance(file, Path) and not file.is_relative_to(self._source.root):
+            return str(file.parent)
+        return self._source.display_name
 
     def _display_name(self, name: str) -> str:
         return self._plan.display_names.get(name, name)

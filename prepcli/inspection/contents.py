@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import read_flax_files
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
+from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.openers.torch_folder import placement_of
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS
@@ -93,6 +94,7 @@ class CheckpointContents:
         non_arrays: Descriptions of entries other than arrays.
         blobs: Byte sources that the chunks are in, if these are not `files`.
         codecs: Names of the compression codecs.
+        adapter: Settings of an adapter; empty for a model.
     """
 
     display_name: str
@@ -105,6 +107,7 @@ class CheckpointContents:
     non_arrays: tuple[str, ...] = ()
     blobs: tuple[Path | Blob, ...] = ()
     codecs: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def byte_sources(self) -> tuple[Path | Blob, ...]:
@@ -146,6 +149,33 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
         files=tuple(path / header.file_name for header in folder.headers),
         config=_read_config_if_present(path),
         manifest=read_manifest(path) or {},
+    )
+
+
+def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
+    """Read an adapter of PEFT. One with settings that are not supported can be shown, but not merged."""
+    from prepcli.sources.openers.peft_settings import read_settings
+
+    header = read_header(path)
+    adapter: dict[str, Any] = {}
+    remarks: list[str] = []
+    try:
+        settings = read_settings(path)
+        lora = settings.lora_config()
+        adapter = {"rank": lora.rank, "alpha": lora.alpha, "use_rslora": lora.use_rslora, "scaling": lora.scaling}
+        adapter["base"] = settings.base_model_name_or_path
+    except PrepError as error:
+        remarks.append(f"{error.what}: {error.why}")
+    return CheckpointContents(
+        display_name=display_name,
+        kind="adapter",
+        folder=path,
+        entries=tuple(map(_safetensors_entry, header.tensors)),
+        files=(path / header.file_name,),
+        config={},
+        manifest=read_manifest(path) or {},
+        non_arrays=tuple(remarks),
+        adapter=adapter,
     )
 
 
@@ -311,6 +341,7 @@ READERS: Mapping[Kind, Callable[[Path, str], CheckpointContents]] = {
     "torch": _read_torch,
     "meta": _read_meta,
     "orbax": _read_orbax,
+    "adapter": _read_adapter,
 }
 
 

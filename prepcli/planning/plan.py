@@ -71,12 +71,14 @@ class LowRankUpdate:
         b: Matrix B [out, rank] in the source files.
         scale: Factor of the product.
         is_transposed: Whether the stream's tensor is [in, out].
+        digests: Recorded digests of A and B, each empty without one. They do not affect the plan's digest.
     """
 
     a: Stream
     b: Stream
     scale: float
     is_transposed: bool = False
+    digests: tuple[str, str] = field(default=("", ""), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,10 +109,14 @@ RULES: tuple[tuple[Select, Kind | Refusal], ...] = (
 )  # the first rule that selects a name decides
 
 
-def detect(folder: Folder) -> Kind:
+def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     """Detect the format of a checkpoint; of its contents, only the config is read.
 
     An Orbax checkpoint may be an item, a step folder or a run folder with steps.
+
+    Args:
+        folder: The files of the checkpoint.
+        allow_adapters: Return the kind of an adapter instead of the error for one.
 
     Raises:
         PrepError: The format is not supported, the model is quantised or an adapter, or there is no checkpoint.
@@ -124,6 +128,8 @@ def detect(folder: Folder) -> Kind:
     verdict, selected_names = apply_rules(top_names)
     if verdict is None:
         raise no_checkpoint_error(top_names, folder.display_name)
+    if verdict is ADAPTER and allow_adapters:
+        return "adapter"
     if isinstance(verdict, Refusal):
         raise verdict.error(selected_names, folder.display_name)
     if CONFIG in top_names:

@@ -14,7 +14,7 @@ from prepcli.formats.untrusted import list_folder, read_bytes
 from prepcli.remote.placeholders import RemoteCheckpoint, rename_in_errors
 from prepcli.remote.retries import DEFAULT_RETRY_POLICY, RetryPolicy
 
-Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm"]
+Kind = Literal["safetensors", "orbax", "torch", "meta", "flax", "easylm", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Access:
         offline: Use only local files and the hub's cache.
         stream: Read tensors of a hub model remotely instead of downloading it.
         allow_urls: Accept object store URLs; their tensors are read remotely.
+        allow_adapters: Accept adapters of PEFT, which are no models.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
         retry_policy: Time-out and retries of each request.
@@ -33,6 +34,7 @@ class Access:
     offline: bool = False
     stream: bool = False
     allow_urls: bool = False
+    allow_adapters: bool = False
     progress: Progress = field(default_factory=NullProgress)
     warn: Callable[[str], object] = str
     retry_policy: RetryPolicy = DEFAULT_RETRY_POLICY

@@ -59,7 +59,7 @@ def locate(
     if isinstance(reference, LocalPath) and reference.path.is_file():
         kind = detect_file(reference.path, reference.display_name)
     else:
-        kind = detect(folder)
+        kind = detect(folder, allow_adapters=access.allow_adapters)
     local_files = folder.prepare_local_files(kind)
     return LocatedCheckpoint(
         display_name=reference.display_name,

@@ -13,6 +13,7 @@ from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import open_orbax
+from prepcli.sources.openers.peft_folder import open_adapter_alone
 from prepcli.sources.openers.safetensors_folder import open_safetensors
 from prepcli.sources.openers.torch_folder import open_torch
 from prepcli.sources.source import Source
@@ -25,6 +26,7 @@ OPENERS: Mapping[Kind, Callable[[Path, str, SourceHints], Source]] = {
     "torch": open_torch,
     "meta": open_meta,
     "orbax": open_orbax,
+    "adapter": open_adapter_alone,
 }
 
 

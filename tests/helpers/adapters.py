@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+import xxhash
+from safetensors.numpy import load_file, save_file
+
+from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
 
 RANK, ALPHA = 3, 7.0
 PREFIX = "base_model.model."
@@ -23,6 +26,25 @@ def make_adapter(folder: Path, shapes: Mapping[str, tuple[int, int]], **settings
         tensors[f"{PREFIX}{module}.lora_B.weight"] = random.standard_normal((num_outputs, RANK), np.float32)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    plain = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": ["q_proj"]}
+    targets = sorted({module.rpartition(".")[2] for module in shapes})
+    plain = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(plain | settings))
     return tensors
+
+
+def write_adapter_manifest(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the manifest that `prep export` writes beside an adapter of a model with this config."""
+    tensors: dict[str, Any] = {}
+    for name, values in load_file(folder / "adapter_model.safetensors").items():
+        digest = xxhash.xxh3_128_hexdigest(values.tobytes())
+        tensors[name] = {"dtype": str(values.dtype), "shape": values.shape, "digests": [[0, len(values), digest]]}
+    content = {
+        "kind": "adapter",
+        "request": "prep export run",
+        "plan": "xxh3:0",
+        "config": config,
+        "tensors": tensors,
+        "prefixed": True,
+        "tied": False,
+    }
+    (folder / MANIFEST_FILE).write_bytes(encode_manifest(content))

@@ -24,15 +24,24 @@ from typing import Any
 from trainer.models.axis_map import LAYER_ATOMS, LAYERS
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.param_tree import ParamLeaf, param_leaves
-from trainer.models.parameters import EMBEDDING_PATH_PARTS, Family, HFConfig, Parameter, active_parameters
+from trainer.models.parameters import (
+    EMBEDDING_PATH_PARTS,
+    MAX_AXIS_SIZE,
+    Family,
+    HFConfig,
+    Parameter,
+    active_parameters,
+)
 from trainer.models.registry import family_of
 from trainer.models.rows import atoms_in, split_dims, split_row
+from trainer.models.suggest import suggest
 
 RANK_ATOM = "lora_rank"
 LORA_A, LORA_B = "lora_a", "lora_b"  # last path parts of the leaves
 PEFT_PREFIX = "base_model.model."
 DEFAULT_TARGETS = ("attn.q", "attn.v")
 WEIGHT = ".weight"
+MAX_ALPHA = 1e30  # far above any setting; larger numbers overflow float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +75,20 @@ def lora_from_manifest(manifest: Mapping[str, Any]) -> LoraConfig | None:
     lora = manifest.get("lora")
     if lora is None:
         return None
-    try:
-        rank, alpha = int(lora["rank"]), float(lora["alpha"])
-        targets, use_rslora = tuple(map(str, lora["targets"])), bool(lora["use_rslora"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise PrepError("the manifest has invalid settings of adapters", f"`lora` is {lora!r:.60}") from error
-    if rank < 1:
-        raise PrepError("the manifest has invalid settings of adapters", f"rank is {rank}")
-    return LoraConfig(rank, alpha, targets=targets, use_rslora=use_rslora)
+    if not _is_settings(lora):
+        raise PrepError("the manifest has invalid settings of adapters", f"`lora` is {ascii(lora)[:60]}")
+    return LoraConfig(lora["rank"], float(lora["alpha"]), targets=tuple(lora["targets"]), use_rslora=lora["use_rslora"])
+
+
+def _is_settings(value: Any) -> bool:
+    """Return whether a value of a manifest has the keys of a `LoraConfig`, of its types and in its ranges."""
+    if not isinstance(value, Mapping):
+        return False
+    rank, alpha, targets = value.get("rank"), value.get("alpha"), value.get("targets")
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 1 <= rank <= MAX_AXIS_SIZE
+    is_alpha = isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha <= MAX_ALPHA
+    is_targets = isinstance(targets, Sequence) and all(isinstance(target, str) for target in targets)
+    return is_rank and is_alpha and is_targets and isinstance(value.get("use_rslora"), bool)
 
 
 def manifest_family(manifest: Mapping[str, Any]) -> Family:
@@ -162,10 +177,20 @@ def select_targets(family: Family, config: HFConfig, targets: Sequence[str]) -> 
     every = list(projections(family, config))
     for pattern in targets:
         if not any(fnmatch.fnmatchcase(projection.name, pattern) for projection in every):
-            names = ", ".join(dict.fromkeys(projection.name for projection in every))
-            raise usage_error(f"`lora.targets` has {pattern!r}", f"{family.name} has the projections {names}")
+            raise _unknown_target_error(family, every, pattern)
     matching = {p.module for p in every if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in targets)}
     return [projection for projection in every if projection.module in matching]
+
+
+def _unknown_target_error(family: Family, every: Sequence[Projection], pattern: str) -> PrepError:
+    """Return the error of a target that no projection has; it suggests one, also for a name of a PyTorch module."""
+    names = {projection.name: projection.name for projection in every}
+    for projection in every:
+        names.setdefault(projection.module.rpartition(".")[2], projection.name)
+    meant = suggest(pattern[:60], names)
+    hint = "" if meant is None else f"did you mean `{names[meant]}`?"
+    why = f"{family.name} has the projections {', '.join(dict.fromkeys(names.values()))}"
+    return usage_error(f"unknown projection {pattern!r:.60} in `lora.targets`", why, hint)
 
 
 def lora_family(family: Family, config: HFConfig, lora: LoraConfig) -> Family:

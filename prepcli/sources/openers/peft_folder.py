@@ -4,59 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from prepcli.errors import PrepError
-from prepcli.formats.safetensors import SafetensorsHeader, read_safetensors_header
+from prepcli.errors import DamagedError, PrepError
+from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
+from prepcli.formats.safetensors import ADAPTER_FILE, ADAPTER_HINT, SafetensorsHeader, read_safetensors_header
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous, SourceFile
-from prepcli.sources.source import Source, SourceTensor, read_config
-from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
-from trainer.models.parameters import Family, HFConfig
+from prepcli.planning.tensors import FileTensor
+from prepcli.sources.source import Source, SourceTensor, recorded_digests
+from prepcli.sources.source_hints import SourceHints
+from trainer.models.parameters import Family, HFConfig, WeightTying
 
-ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-# Keys of adapter_config.json that change the model, and the values with which they do not
-PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "target_parameters": ([], None),
-    "lora_bias": (False, None),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": ([], None),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change the base
-}
+ADAPTER_CONFIG = "adapter_config.json"
+DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
 
 
 def is_adapter(path: Path) -> bool:
     """Return whether a folder has an adapter of PEFT."""
     return (path / ADAPTER_CONFIG).is_file()
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings of an adapter.
-
-    Raises:
-        PrepError: They are missing, or need a feature that is not supported.
-    """
-    if not is_adapter(path):
-        raise PrepError(f"{path} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved")
-    settings = read_config(path / ADAPTER_CONFIG)
-    for key, plain_values in PLAIN_VALUES.items():
-        if (value := settings.get(key, plain_values[0])) not in plain_values:
-            raise PrepError(f"{path}: {key} = {value!r:.60} is not supported", "only plain LoRA adapters are")
-    for key in ("r", "lora_alpha"):
-        value = settings.get(key)
-        is_number = isinstance(value, int) or (key != "r" and isinstance(value, float))
-        if not is_number or isinstance(value, bool) or not value or value <= 0:
-            raise PrepError(f"{path / ADAPTER_CONFIG} is invalid", f"{key} is {value!r:.60}, not a positive number")
-    return settings
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -71,38 +37,23 @@ def read_header(path: Path) -> SafetensorsHeader:
     return read_safetensors_header(path / ADAPTER_FILE, 0)
 
 
-def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig:
-    """Return the settings of an adapter of a model, with logical names of its targets.
+def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Mapping[str, Any] | None]:
+    """Read the header of an adapter's tensors, and compare it with the manifest if prep wrote the adapter.
 
-    Args:
-        path: Folder of the adapter.
-        family: Family of the model.
-        config: The model's config.json.
+    Returns:
+        The header, and the manifest; None for an adapter of PEFT.
 
     Raises:
-        PrepError: The adapter is invalid, or belongs to another model.
+        PrepError: A file is missing or broken, or the header differs from the manifest.
     """
-    settings = read_settings(path)
-    names = {tensor.name for tensor in read_header(path).tensors}
-    first_tensors: dict[str, str] = {}  # a tensor of the first layer -> logical name
-    for projection in projections(family, config):
-        module = projection.module.replace(f"{{{projection.stack}}}", "0")
-        first_tensors.setdefault(f"{PEFT_PREFIX}{family.prefix}{module}.lora_A.weight", projection.name)
-    targets = tuple(dict.fromkeys(name for tensor, name in first_tensors.items() if tensor in names))
-    if not targets:
-        why = f"none of its tensors is an adapter of a projection of {family.name}"
-        raise PrepError(f"{path} does not fit the model", why, "the model that the adapter was trained with")
-    return adapter_config(settings, targets)
-
-
-def adapter_config(settings: Mapping[str, Any], targets: tuple[str, ...] = ()) -> LoraConfig:
-    """Return the rank, scale and targets of an adapter with these settings."""
-    use_rslora = bool(settings.get("use_rslora"))
-    return LoraConfig(settings["r"], float(settings["lora_alpha"]), targets=targets, use_rslora=use_rslora)
+    header, manifest = read_header(path), read_manifest(path)
+    if manifest is not None:
+        _check_records(path, header, manifest["tensors"])
+    return header, manifest
 
 
 def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
-    """Read the header of an adapter.
+    """Read the header of an adapter, and the digests of its tensors if prep wrote it.
 
     Args:
         path: Folder of the adapter.
@@ -113,12 +64,20 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
         A source with the tensors of the adapter. They are not compared with the family's parameters.
 
     Raises:
-        PrepError: The file is missing or broken.
+        PrepError: A file is missing or broken, or the header differs from the manifest.
     """
-    header = read_header(path)
+    header, manifest = read_checked_header(path)
     names = TensorNames(family)
+    records = {} if manifest is None else manifest["tensors"]
     tensors = (
-        SourceTensor(names.bare_name(t.name), t.dtype, t.shape, (Contiguous(t.file, t.offset),)) for t in header.tensors
+        SourceTensor(
+            names.bare_name(tensor.name),
+            tensor.dtype,
+            tensor.shape,
+            (Contiguous(tensor.file, tensor.offset),),
+            recorded_digests(records, tensor.name),
+        )
+        for tensor in header.tensors
     )
     return Source(
         display_name=str(path),
@@ -130,5 +89,53 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
         files=(path / header.file_name,),
         file_stamps=(SourceFile(header.file_name, header.size, header.mtime_ns, header.digest),),
         small_files=(),
-        manifest=None,
+        manifest=manifest,
     )
+
+
+def open_adapter_alone(path: Path, display_name: str, hints: SourceHints) -> Source:
+    """Read the header of an adapter whose base is unknown; see `open_adapter`."""
+    del hints  # the config of the base is not needed
+    return open_adapter(path, ADAPTER_FAMILY, {})
+
+
+def _check_records(path: Path, header: SafetensorsHeader, records: Mapping[str, Any]) -> None:
+    """Raise DamagedError unless a header has the tensors that the manifest records, each with a digest of all rows."""
+    for tensor in header.tensors:
+        record = records.get(tensor.name, {})
+        recorded = record.get("dtype"), record.get("shape")
+        if recorded != (tensor.dtype, list(tensor.shape)):
+            why = f"{ADAPTER_FILE} has {_tensor_text(tensor)}, {MANIFEST_FILE} records {_record_text(record)}"
+            raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
+        num_rows = tensor.shape[0] if tensor.shape else 1
+        if [digest[:2] for digest in record["digests"]] != [[0, num_rows]]:
+            why = f"{MANIFEST_FILE} has no digest of all rows of {tensor.name}"
+            raise DamagedError(f"{path} is damaged", why, DAMAGE_HINT)
+    missing = sorted(records.keys() - {tensor.name for tensor in header.tensors})
+    if missing:
+        raise DamagedError(f"{path} is damaged", f"{ADAPTER_FILE} has no {missing[0]:.200}", DAMAGE_HINT)
+
+
+def _tensor_text(tensor: FileTensor) -> str:
+    return f"{tensor.name}, {tensor.dtype} {list(tensor.shape)}"
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    return f"{record.get('dtype')!s:.60} {record.get('shape')!s:.60}" if record else "no such tensor"
+
+
+def _no_model(config: HFConfig) -> NoReturn:
+    raise PrepError("an adapter is not a model", "it has no config.json", ADAPTER_HINT)
+
+
+# Family of an adapter without its base: its tensors keep the names of the file
+ADAPTER_FAMILY = Family(
+    name="adapter",
+    prefix="",
+    unprefixed=(),
+    sizes=_no_model,
+    parameters={},
+    dropped={},
+    tying=WeightTying(head_leaf="", head_tensor="", embedding_tensor="", tied_by_default=False),
+    arch_config=_no_model,
+)

@@ -125,6 +125,21 @@ def adapter(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return Path("adapter")
 
 
+def test_exported_adapter_is_checked_on_every_read(adapter: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", "adapter"]) == OK
+    weights = adapter / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text().replace(LORA, '\n[lora]\npath = "adapter"\n'))
+    for command in (["verify", "adapter"], ["merge", "adapter", "tiny"], ["train", "recipe.toml", "--out", "second"]):
+        assert main(command) == FAILED
+        error = capsys.readouterr().err
+        assert "lora_" in error
+        assert "adapter is damaged" in error
+
+
 def test_merge_refuses_another_base(adapter: Path, capsys: pytest.CaptureFixture[str]):
     other_model(row=0)
     assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == FAILED
@@ -188,7 +203,7 @@ def test_resharded_adapters_keep_their_values(work_dir: Path):
     [
         (["lora.path=x"], "`lora.rank` is 4"),
         (["lora.rank=0"], "there are no adapters: `lora.rank` is 0"),
-        (["lora.targets=['attn.z']"], "`lora.targets` has 'attn.z'"),
+        (["lora.targets=['attn.z']"], "unknown projection 'attn.z' in `lora.targets`"),
     ],
 )
 def test_invalid_adapter_settings_are_errors(

@@ -15,7 +15,8 @@ from prepcli.cli.main import main
 from prepcli.errors import OK
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.locate import locate
-from prepcli.sources.openers.peft_folder import open_adapter, read_lora_config
+from prepcli.sources.openers.peft_folder import open_adapter
+from prepcli.sources.openers.peft_settings import read_lora_config
 from prepcli.sources.opening import open_source
 from tests.helpers import runs
 from tests.helpers.lazy_modules import lazy_module

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import prepcli as prep
 from prepcli.cli.main import main
@@ -127,7 +129,24 @@ def test_second_merge_of_another_adapter_is_another_request():
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"r": "16"}, "r is '16', not a positive number"),
+        ({"r": "16"}, "r is '16', it should be a valid integer"),
+        ({"r": 7}, "r is 7, but base_model.model.model.layers.0.mlp.down_proj.lora_A.weight is [3, 48]"),
+        ({"r": 10**30}, "r is an integer above 10^30, it should be"),
+        ({"r": 10**400}, "r is an integer above 10^30, it should be"),
+        ({"r": True}, "r is True, it should be a valid integer"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, it should be a finite number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf, it should be a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is an integer above 10^30, it should be a valid number"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, it should be greater than 0"),
+        ({"lora_alpha": 1e300}, "lora_alpha / r is 3.33333e+299, which float32 cannot hold"),
+        ({"lora_alpha": 1e-60, "use_rslora": True}, "lora_alpha / sqrt(r) is 5.7735e-61, which float32 cannot hold"),
+        ({"use_rslora": "false"}, "use_rslora is 'false', it should be a valid boolean"),
+        ({"use_rslora": 1}, "use_rslora is 1, it should be a valid boolean"),
+        ({"use_dora": 0}, "use_dora = 0 is not supported"),
+        ({"target_modules": ["q_proj"]}, "they have an adapter of model.layers.0.mlp.down_proj, but target_modules"),
+        ({"exclude_modules": ["q_proj"]}, "q_proj, but exclude_modules lists it"),
+        ({"target_modules": 3}, "target_modules is 3, it should be"),
+        ({"base_model_name_or_path": 3}, "base_model_name_or_path is 3, it should be a valid string"),
     ],
 )
 def test_merge_rejects_other_adapters(settings: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]):
@@ -136,6 +155,42 @@ def test_merge_rejects_other_adapters(settings: dict[str, Any], message: str, ca
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert message in capsys.readouterr().err
     assert not Path("merged").exists()
+
+
+def fill_matrix(value: float, suffix: str = "layers.1.self_attn.q_proj.lora_B.weight") -> None:
+    """Set the first row of a matrix of the adapter to a value."""
+    path = Path("adapter/adapter_model.safetensors")
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if name.endswith(suffix))
+    tensors[name][0] = value
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merge_refuses_values_that_become_infinite_or_nan(value: float, dtype: str, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA, dtype=dtype)
+    llama_adapter()
+    fill_matrix(value)
+    assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
+    error = capsys.readouterr().err
+    assert re.search(r"[1-9]\d* values of model.layers.1.self_attn.q_proj.weight become infinite or nan", error)
+    assert "--allow-overflow" in error
+    assert not Path("merged").exists()
+
+
+def test_merge_counts_the_values_that_are_nan_after_it(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    fill_matrix(float("nan"))
+    assert main(["merge", "adapter", "base", "--allow-overflow", "--out", "merged"]) == OK
+    assert "32 overflowed, 0 became 0, 32 are nan" in capsys.readouterr().err
+    manifest = read_manifest(Path("merged"))
+    assert manifest is not None
+    (entry,) = manifest["casts"]
+    assert (entry["overflowed"], entry["nan"]) == (32, 32)
+    merged = read_tensors(Path("merged"))
+    assert sum(int(np.isnan(values).sum()) for values in merged.values()) == 32
 
 
 @pytest.mark.parametrize(
@@ -152,6 +207,15 @@ def test_merge_rejects_adapters_of_other_models(
     make_adapter(Path("adapter"), shapes)
     assert main(["merge", "adapter", "base", "--out", "merged", "-q"]) == FAILED
     assert message in capsys.readouterr().err
+
+
+def test_merge_names_exchanged_arguments(capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(Path("base"), LLAMA)
+    llama_adapter()
+    assert main(["merge", "base", "adapter", "--out", "merged", "-q"]) == USAGE
+    error = capsys.readouterr().err
+    assert "adapter and base are exchanged" in error
+    assert "`prep merge adapter base`" in error
 
 
 def test_merge_rejects_a_folder_without_an_adapter(capsys: pytest.CaptureFixture[str]):

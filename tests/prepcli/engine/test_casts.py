@@ -16,6 +16,7 @@ from prepcli.engine.casts import (
     CastCounts,
     StreamCast,
     StreamDigest,
+    count_changes,
     format_cast,
     max_finite,
     parse_stream_digest,
@@ -191,6 +192,20 @@ def test_cast_counts_changed_values():
     assert [float(v) for v in result[2:7]] == [math.inf, -math.inf, 0, 0, 0]
     assert np.signbit(result[5])
     assert counts + counts == CastCounts(20, 10, 4, 4, 2, counts.worst)
+
+
+def test_counts_of_an_update_look_at_both_sides():
+    before = np.array([0.0, 0.0, 1.0, 1.0, 1.0, 2.0, math.inf, math.nan], np.float32)
+    after = np.array([3.0, 0.0, 0.0, math.nan, -math.inf, 3.0, math.nan, math.nan], np.float32)
+    counts = count_changes(before, after)
+    assert (counts.changed, counts.overflowed, counts.underflowed, counts.nan) == (6, 2, 1, 3)
+    assert counts.worst == 0.5
+
+
+def test_largest_change_of_a_tiny_value_is_finite():
+    tiny, one = np.full(2, 1e-44, np.float32), np.ones(2, np.float32)
+    worst = count_changes(tiny, one).worst
+    assert 1e30 < worst < math.inf
 
 
 @pytest.mark.parametrize("worst", [0.0, 0.1, 2.0**-9, 5e-324])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from prepcli.engine.budget import make_budget
 from prepcli.engine.files import Files
 from prepcli.engine.low_rank import BLOCK_VALUES, StreamUpdate, matrix_nbytes
-from prepcli.errors import UsageError
+from prepcli.errors import DamagedError, UsageError
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Stream
+from prepcli.planning.plan_text import encode_text
 
 MIB = 1 << 20
 
@@ -58,6 +61,30 @@ def test_update_equals_the_product_in_double_precision(tmp_path: Path):
     result, update = apply_update(tmp_path, stream, values, 1)
     np.testing.assert_allclose(result, 0.5 * b.astype(np.float64) @ a.astype(np.float64), rtol=1e-6, atol=1e-6)
     assert update.counts.changed == values.size
+
+
+def test_update_with_a_damaged_matrix_is_an_error(tmp_path: Path):
+    stream = make_stream(tmp_path, 37, 53)
+    assert stream.update is not None
+    content = (tmp_path / "matrices").read_bytes()
+    split = stream.update.a.nbytes
+    digests = xxhash.xxh3_128_hexdigest(content[:split]), xxhash.xxh3_128_hexdigest(content[split:])
+    stream = replace(stream, update=replace(stream.update, digests=digests))
+    values = np.zeros((37, 53), np.float32)
+    apply_update(tmp_path, stream, values, 1)
+    for position in (0, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        (tmp_path / "matrices").write_bytes(damaged)
+        with pytest.raises(DamagedError, match="of the adapter is damaged"):
+            apply_update(tmp_path, stream, values, 1)
+
+
+def test_recorded_digests_do_not_change_the_plan(tmp_path: Path):
+    stream = make_stream(tmp_path, 3, 5)
+    assert stream.update is not None
+    with_digests = replace(stream, update=replace(stream.update, digests=("1", "2")))
+    assert encode_text(with_digests) == encode_text(stream)
 
 
 def test_budget_makes_room_for_matrices(tmp_path: Path):

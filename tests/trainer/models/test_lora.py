@@ -108,7 +108,34 @@ def test_scaling_divides_alpha_by_the_rank_or_its_root():
     assert LoraConfig(16, 8.0, use_rslora=True).scaling == 2.0
 
 
-@pytest.mark.parametrize("lora", [3, {}, {"rank": 0, "alpha": 1.0, "targets": [], "use_rslora": False}])
+@pytest.mark.parametrize(
+    ("target", "meant"), [("v_porj", "attn.v"), ("q_proj", "attn.q"), ("atn.o", "attn.o"), ("gate_prj", "mlp.gate")]
+)
+def test_unknown_target_is_named_with_the_one_that_was_meant(target: str, meant: str):
+    with pytest.raises(UsageError) as caught:
+        select_targets(FAMILIES["llama"], LLAMA, ["attn.q", target])
+    assert repr(target) in caught.value.what
+    assert "attn.q, attn.k" in caught.value.why
+    assert caught.value.hint == f"did you mean `{meant}`?"
+
+
+VALID_SETTINGS = {"rank": 2, "alpha": 1.0, "targets": ["attn.q"], "use_rslora": False}
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        3,
+        {},
+        VALID_SETTINGS | {"rank": 0},
+        VALID_SETTINGS | {"rank": 2.5},
+        VALID_SETTINGS | {"alpha": 10**400},
+        VALID_SETTINGS | {"alpha": float("nan")},
+        VALID_SETTINGS | {"alpha": "1"},
+        VALID_SETTINGS | {"targets": [1]},
+        VALID_SETTINGS | {"use_rslora": "false"},
+    ],
+)
 def test_invalid_settings_in_a_manifest_are_errors(lora: Any):
     with pytest.raises(PrepError, match="invalid settings of adapters"):
         lora_from_manifest({"lora": lora})
