@@ -19,6 +19,7 @@ from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, val
 from prepcli.launch.local import ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_script
+from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
 from trainer.models.slices import num_slices, parse_slice_counts
 from trainer.recipe import Recipe, load_recipe
@@ -151,8 +152,7 @@ def _deliver(target: str, text: str, request: LaunchRequest) -> Report:
 
 def _write_new(path: Path, text: str) -> None:
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        write_file(path, os.fsencode(text), overwrite=False)
     except FileExistsError:
         raise usage_error(
             f"`{path}` already exists", "a script is not overwritten", "`--out` with another name"

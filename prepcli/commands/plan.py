@@ -14,6 +14,7 @@ from prepcli.commands.plan_report import change_text, kind_fields, plan_fields, 
 from prepcli.commands.plan_target import PlanTarget, resolve_target
 from prepcli.console.ui import LEAVES, Report, Ui
 from prepcli.errors import usage_error
+from prepcli.inspection.html_page import check_page_path
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.mesh import parse_mesh, resolve_mesh
 from trainer.planning.accelerators import ACCELERATORS, Accelerator, parse_devices
@@ -87,6 +88,8 @@ def _check_request(request: PlanRequest, devices: _Devices) -> None:
         if request.mesh is not None and devices.number:
             why = "a search tries every mesh of the devices"
             raise usage_error("`--mesh` has no effect with `--search`", why, "remove `--mesh`")
+    if request.html is not None:
+        check_page_path(request.html)
 
 
 def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui: Ui) -> Report:

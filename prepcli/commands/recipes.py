@@ -10,6 +10,7 @@ from typing import Any
 from prepcli.console.lists import join_names
 from prepcli.console.ui import Report, format_table
 from prepcli.errors import PrepError, usage_error
+from trainer.files.writing import write_file
 from trainer.models.mesh import parse_mesh
 from trainer.models.presets import preset_name
 from trainer.models.suggest import did_you_mean, suggest
@@ -49,8 +50,7 @@ def copy_recipe(name: str, out: Path | None) -> Report:
     path = shipped_recipe(name)
     target = out or Path(path.name)
     try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(path.read_text("utf-8"))
+        write_file(target, path.read_bytes(), overwrite=False)
     except FileExistsError:
         raise PrepError(f"{target} already exists", "a copy replaces no file", "`--out FILE`") from None
     except OSError as error:

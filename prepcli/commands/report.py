@@ -14,7 +14,8 @@ from prepcli.console.ui import Report, Ui, format_table
 from prepcli.errors import usage_error
 from prepcli.execution.uploads import parse_out_url
 from prepcli.inspection.bucket_record import read_bucket_run
-from prepcli.inspection.run_record import RunRecord, is_number, read_run
+from prepcli.inspection.html_page import check_page_path
+from prepcli.inspection.run_record import RunRecord, read_run
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.retries import retry_policy_from_env
 
@@ -49,9 +50,10 @@ def report(request: ReportRequest, ui: Ui) -> Report:
         raise usage_error("no runs to report", "", "`prep report runs/NAME`")
     if request.out is not None and (url := parse_out_url(request.out)) is not None:
         raise usage_error(f"cannot write the page to {url}", "it is not a local file", "`--out FILE`")
-    runs = [_read(path, ui) for path in request.runs]
     folder = request.runs[0] if parse_out_url(request.runs[0]) is None else Path()
     path = request.out or folder / PAGE
+    check_page_path(path)
+    runs = [_read(path, ui) for path in request.runs]
     summaries = [summarize(run) for run in runs]
     cells = [_texts(summary) for summary in summaries]
     write_report_page(path, runs, cells)
@@ -66,36 +68,34 @@ def _read(path: Path, ui: Ui) -> RunRecord:
     """Read the record of a run in a folder or an object store."""
     url = parse_out_url(path)
     if url is None:
-        return read_run(path)
-    return read_bucket_run(Bucket(url, retry_policy=retry_policy_from_env(os.environ, ui.note)))
+        run = read_run(path)
+    else:
+        run = read_bucket_run(Bucket(url, retry_policy=retry_policy_from_env(os.environ, ui.note)))
+    for note in run.notes:
+        ui.note(note)
+    return run
 
 
 def summarize(run: RunRecord) -> dict[str, Any]:
     """Return the main numbers of a run; None for missing ones."""
-    tokens, skipped = run.last("tokens"), run.last("skipped")
+    metrics = run.metrics
+    tokens, skipped = metrics.last("tokens"), metrics.last("skipped")
     return {
         "run": run.name,
         "step": run.last_step,
         "steps": run.steps,
         "tokens": None if tokens is None else int(tokens),
-        "loss": run.last("loss"),
-        "eval_loss": run.last("eval_loss"),
-        "best_eval_loss": _best_eval_loss(run),
+        "loss": metrics.last("loss"),
+        "eval_loss": metrics.last("eval_loss"),
+        "best_eval_loss": metrics.best_eval_loss(),
         "tokens_per_s": _median(run, "tokens_per_s"),
         "mfu": _median(run, "mfu"),
         "skipped": None if skipped is None else int(skipped),
     }
 
 
-def _best_eval_loss(run: RunRecord) -> float | None:
-    """Return the lowest evaluation loss on as many tokens as the last one: `checkpoint.best` compares only those."""
-    lines = [line for line in run.lines if is_number(line.get("eval_loss"))]
-    same_data = [line["eval_loss"] for line in lines if line.get("eval_tokens") == lines[-1].get("eval_tokens")]
-    return min(same_data, default=None)
-
-
 def _median(run: RunRecord, name: str) -> float | None:
-    values = [value for _, value in run.points(name)]
+    values = run.metrics.median_values(name)
     return median(values) if values else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.html_page import write_html_page
 from prepcli.inspection.run_chart import CHART_STYLE, RunCurve, color_of, run_chart
-from prepcli.inspection.run_record import RunRecord, SavedSample
+from prepcli.inspection.run_record import NO_SAMPLES, RunRecord, SavedSample
 from trainer.training.metrics import EVAL_PREFIX
 
 CURVES = {  # metric -> heading
@@ -96,10 +96,10 @@ def _body(runs: Sequence[RunRecord], summaries: Sequence[Mapping[str, Any]]) -> 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield a chart of each metric, all with the same x axis."""
     yield '<div class="charts">'
-    logged_steps = [line["step"] for run in runs for line in run.lines]
+    logged_steps = [step for run in runs for step in run.metrics.steps or ()]
     for metric, heading in {**CURVES, **_further_curves(runs)}.items():
         scale = SCALES.get(metric, 1)
-        points = [[(step, value * scale) for step, value in run.points(metric)] for run in runs]
+        points = [[(step, value * scale) for step, value in run.metrics.points(metric)] for run in runs]
         curves = [RunCurve(names[n], n, values) for n, values in enumerate(points) if values]
         if curves:
             svg = run_chart(curves, f"{heading} by step", (min(logged_steps), max(logged_steps)))
@@ -109,7 +109,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
 
 def _further_curves(runs: Sequence[RunRecord]) -> dict[str, str]:
     """Return the headings of the other values of evaluations, such as those of `metric_fn`, and of data sources."""
-    names = dict.fromkeys(name for run in runs for line in run.lines for name in line)
+    names = dict.fromkeys(name for run in runs for name in run.metrics.curves)
     values = [name for name in names if name.startswith(EVAL_PREFIX) and name not in {*CURVES, *COUNTS}]
     sources = [name for name in names if name.startswith(SOURCE_PREFIX)]
     return {
@@ -120,16 +120,19 @@ def _further_curves(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 def _samples_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield for each prompt the last text of each run, and a folded table of the texts of all steps."""
-    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
+    prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
-        texts = [[sample for sample in run.samples if sample.prompt == prompt] for run in runs]
-        last = [samples[-1:] for samples in texts]
+        samples = [run.samples.get(prompt, NO_SAMPLES) for run in runs]
+        texts = [run_samples.texts for run_samples in samples]
+        last = [run_texts[-1:] for run_texts in texts]
         yield from _sample_table(last, names)
         if texts != last:
-            yield f"<details><summary>All {sum(map(len, texts))} texts</summary>"
+            shown, count = sum(map(len, texts)), sum(run_samples.count for run_samples in samples)
+            quantity = f"All {count:,}" if shown == count else f"{shown:,} of {count:,}"
+            yield f"<details><summary>{quantity} texts</summary>"
             yield from _sample_table(texts, names)
             yield "</details>"
 

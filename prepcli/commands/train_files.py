@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from prepcli.errors import PrepError
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.formats.run_steps import RECIPE_FILE
 from trainer.data.store_journal import read_journal
+from trainer.files.writing import write_file
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
 
@@ -45,11 +45,9 @@ def write_recipe(run: Run) -> None:
 def write_run_file(run: Run, name: str, text: str) -> None:
     """Replace a file of a run and store it; raise PrepError if it cannot be written."""
     path = run.folder / name
-    new_path = path.with_name(f"{name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new_path.write_text(text, "utf-8")
-        os.replace(new_path, path)
+        write_file(path, text.encode())
     except OSError as error:
         raise io_error(path, error) from error
     run.place.store_file(name)

@@ -62,10 +62,9 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
         NO_LOG,
         MetricsLogs,
         MetricsWriter,
-        log_key,
         metrics_file,
-        read_metrics,
         remove_other_metrics,
+        repeated_lines,
     )
 
     index, num_logging = run.group.index, run.group.count if run.recipe.log.all_workers else 1
@@ -80,13 +79,15 @@ def open_metrics(run: Run, warn: Callable[[str], None]) -> Iterator[MetricsLog]:
         raise io_error(run.folder, error) from error
     name = metrics_file(index)
     run.place.restore_file(name)
-    logged = frozenset(map(log_key, read_metrics(run.folder / name)))
+    repeated = frozenset["LogKey"]()
+    if run.recipe.log.wandb is not None:
+        repeated = repeated_lines(run.folder / name, run.step)
     with ExitStack() as stack:
         logs: list[MetricsLog] = [MetricsWriter(run.folder / name, run.step)]
         run.place.store_file(name)
         stack.enter_context(store_at_end(run.place, name))
         if index == 0:
-            logs += _open_extra_logs(run, stack, logged=logged, warn=warn)
+            logs += _open_extra_logs(run, stack, logged=repeated, warn=warn)
         yield MetricsLogs(tuple(logs))
 
 
@@ -98,7 +99,7 @@ def _open_extra_logs(
     Args:
         run: The run.
         stack: Closes the logs.
-        logged: Keys of the lines of the metrics file, before those of repeated steps were removed.
+        logged: Keys of the lines of repeated steps, which were removed from the metrics file.
         warn: Prints a warning.
     """
     log = run.recipe.log

@@ -25,6 +25,7 @@ from prepcli.demo.steps import (
 )
 from prepcli.demo.tiny_model import VOCABULARY, WORDS
 from prepcli.formats.run_steps import saved_steps, step_folder
+from trainer.files.writing import write_file
 
 TEXT, RECIPE, UNBROKEN, KILLED, LEARNED = "tiny.txt", "tiny.toml", "runs/unbroken", "runs/tiny", "tiny-learned"
 OUTPUTS = (TEXT, RECIPE, "runs", LEARNED)
@@ -86,8 +87,8 @@ def _write(folder: Path, _: Sequence[str]) -> StepOutcome:
     followers = random.integers(0, len(TEXT_WORDS), (len(TEXT_WORDS), FOLLOWERS))
     lines = [" ".join(TEXT_WORDS[word] for word in _sentence(random, followers)) for _ in range(SENTENCES)]
     text = "\n".join(lines) + "\n"
-    (folder / TEXT).write_text(text)
-    (folder / RECIPE).write_text(RECIPE_TEXT)
+    write_file(folder / TEXT, text.encode())
+    write_file(folder / RECIPE, RECIPE_TEXT.encode())
     return StepOutcome(f"{SENTENCES * SENTENCE_WORDS:,} words, {len(TEXT_WORDS)} different ones", len(text))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
@@ -25,7 +26,7 @@ from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import MAX_PROCESSES, LeafBoxes, ProcessFiles, plan_process_files
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
-from prepcli.remote.placeholders import create_placeholder_folder, read_all
+from prepcli.remote.placeholders import create_placeholder_folder, download_file
 from prepcli.remote.remote_files import RemoteFile, without_read_ahead
 from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.digest_checks import RECREATE_HINT
@@ -34,7 +35,10 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from trainer.distributed.process_group import ProcessGroup
+from trainer.files.reading import open_regular_file
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
+
+STORED_PIECE_NBYTES = 8 << 20  # of a file that is uploaded
 
 
 class BucketRun:
@@ -183,11 +187,11 @@ class BucketRun:
 
     def _download(self, name: str, path: Path) -> None:
         file = next((file for file in self._bucket.list_files() if file.path == name), None)
-        content = None if file is None else read_all(self._bucket, file)
+        if file is not None:
+            download_file(self._bucket, file, path)
+            return
         try:
             path.unlink(missing_ok=True)
-            if content is not None:
-                path.write_bytes(content)
         except OSError as error:
             raise io_error(path, error) from error
 
@@ -196,13 +200,26 @@ class BucketRun:
         if name not in self._stored:
             self._stored.append(name)
         path = self.local_folder / name
-        if path.exists():
-            content = path.read_bytes()  # the file may grow meanwhile
-            self._bucket.write_pieces(name, [content], size=len(content))
+        try:
+            with open_regular_file(path) as file:
+                # The file may grow meanwhile.
+                nbytes = os.fstat(file.fileno()).st_size
+                self._bucket.write_pieces(name, _read_pieces(file, nbytes), size=nbytes)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise io_error(path, error) from error
 
     def _store_files(self) -> None:
         for name in self._stored:
             self.store_file(name)
+
+
+def _read_pieces(file: BinaryIO, nbytes: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file in pieces."""
+    while nbytes and (piece := file.read(min(nbytes, STORED_PIECE_NBYTES))):
+        nbytes -= len(piece)
+        yield piece
 
 
 def _share_boxes(save: StepSave) -> Sequence[LeafBoxes]:

@@ -20,8 +20,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 from prepcli.planning.shares import Share
+from trainer.files.reading import open_regular_file
 
 FAILED_STEM, HEARD_STEM = "failed", "heard"
 MAX_NOTE_NBYTES = 1 << 16
@@ -78,7 +80,7 @@ class FailureNotes:
     def record_heard(self) -> None:
         """Record the notes that exist when this process ends, whether or not it reported them."""
         if stamps := self._stamps():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, PrepError):
                 _write_note(self._folder / f"{HEARD_STEM}.{self._share.index}", {**stamps})
 
     def _write_failure(self, error: Exception) -> None:
@@ -89,8 +91,8 @@ class FailureNotes:
         path = self._folder / f"{FAILED_STEM}.{self._share.index}"
         try:
             _write_note(path, content)
-        except OSError:
-            with contextlib.suppress(OSError):  # a full disk still takes an empty file
+        except (OSError, PrepError):
+            with contextlib.suppress(OSError, PrepError):  # a full disk still takes an empty file
                 os.close(_create_file(path))
 
     def _to_error(self, note: _Note, index: int) -> PrepError | None:
@@ -121,9 +123,9 @@ class _Note:
 def _read_note(path: Path) -> _Note | None:
     """Return a note, None if it does not exist."""
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             file_stat, data = os.fstat(file.fileno()), file.read(MAX_NOTE_NBYTES)
-    except OSError:
+    except (OSError, PrepError):
         return None
     try:
         content = json.loads(data)
@@ -133,7 +135,7 @@ def _read_note(path: Path) -> _Note | None:
 
 
 def _write_note(path: Path, content: dict[str, str | int]) -> None:
-    """Write a file that other processes see completely or not at all."""
+    """Write a file that other processes see completely or not at all. It need not be durable."""
     new_path = path.with_name(f"new.{path.name}")
     with open(_create_file(new_path), "w") as file:
         json.dump(content, file)
@@ -141,4 +143,4 @@ def _write_note(path: Path, content: dict[str, str | int]) -> None:
 
 
 def _create_file(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    return open_no_follow(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

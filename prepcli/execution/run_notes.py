@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.engine.digest import digest
-from prepcli.engine.no_follow import read_no_follow, write_no_follow
+from prepcli.engine.no_follow import read_no_follow
 from prepcli.errors import PrepError
-from prepcli.execution.paths import fsync_path
+from trainer.files.writing import write_file
 
 CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
 
@@ -21,7 +21,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
         content = json.loads(read_no_follow(path))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
         raise PrepError(f"{path} is damaged", "it is not a file that prep wrote", "`--restart` drops it")
@@ -30,11 +30,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
 
 def write_note(path: Path, content: Mapping[str, object]) -> None:
     """Write a note; it is durable on return."""
-    new_path = path.with_suffix(".new")
-    write_no_follow(new_path, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
-    fsync_path(new_path)
-    new_path.rename(path)
-    fsync_path(path.parent)
+    write_file(path, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
 
 
 def _checksum(content: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ from typing import TextIO
 from prepcli.console.progress import Progress
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
-from prepcli.engine.no_follow import open_no_follow
+from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
@@ -210,7 +210,8 @@ def _is_replaceable(request: UploadRequest, remote_files: Sequence[RemoteFile]) 
 
 def _has_begun(request: UploadRequest) -> bool:
     """Return whether an upload to this URL began here."""
-    return request.marks_path.exists() and request.marks_path.read_text().startswith(_marks_header(request))
+    marks = request.marks_path
+    return marks.exists() and read_no_follow(marks).startswith(_marks_header(request).encode())
 
 
 def _create_marks(request: UploadRequest) -> set[str]:
@@ -239,10 +240,10 @@ def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[R
     if not marks_path.exists():
         return set()
     names, known_files = set[str](), {*remote_files}
-    for line in marks_path.read_text().splitlines():
+    for line in read_no_follow(marks_path).splitlines():
         try:
             mark_plan_digest, path, size, digest = json.loads(line)
-        except ValueError:  # the header, or a line that was cut short by a kill
+        except (ValueError, TypeError, RecursionError):  # the header, or a line that was cut short by a kill
             continue
         if mark_plan_digest == plan_digest and RemoteFile(path, size, digest) in known_files:
             names.add(path)

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from prepcli.engine.files import io_error
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.inspection.run_record import RECORD_FILES, RunRecord, SavedStep, not_a_run_error, read_run
 from prepcli.remote.object_store import Bucket
-from prepcli.remote.placeholders import create_placeholder_folder, read_all, rename_in_errors
+from prepcli.remote.placeholders import create_placeholder_folder, download_file, rename_in_errors
 from prepcli.remote.remote_files import RemoteFile
 
 
@@ -28,11 +27,7 @@ def read_bucket_run(bucket: Bucket) -> RunRecord:
         raise not_a_run_error(bucket.name, exists=bool(files))
     folder = create_placeholder_folder()
     for name in files.keys() & RECORD_FILES:
-        content = read_all(bucket, files[name])
-        try:
-            (folder / name).write_bytes(content)
-        except OSError as error:
-            raise io_error(folder / name, error) from error
+        download_file(bucket, files[name], folder / name)
     with rename_in_errors(folder, bucket.name):
         record = read_run(folder)
     title = bucket.url.path.rpartition("/")[2] or bucket.url.bucket

@@ -7,7 +7,14 @@ from html import escape
 from pathlib import Path
 
 from prepcli.engine.files import io_error
-from trainer.files.writing import write_file
+from prepcli.errors import PrepError
+from trainer.files.reading import open_regular_file
+from trainer.files.writing import check_replaceable, write_file
+
+_START = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+GENERATOR = '<meta name="generator" content="prep">'
+# First bytes of every page of prep. Pages of earlier versions have no generator.
+PAGE_STARTS = (f"{_START}{GENERATOR}<title>".encode(), f"{_START}<title>prep ".encode())
 
 STYLE = """
 :root { color-scheme: light dark }
@@ -21,7 +28,7 @@ svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif }
 
 
 def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str = "") -> None:
-    """Write a page of HTML elements.
+    """Write a page of HTML elements. Only an earlier page of prep is replaced.
 
     Args:
         path: The file.
@@ -30,11 +37,12 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
         style: Further CSS rules.
 
     Raises:
-        PrepError: The file cannot be written.
+        PrepError: The file cannot be written, or the path is something other than a page of prep.
     """
+    check_page_path(path)
     elements = "\n".join(body)
     page = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"{_START}{GENERATOR}<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}{style}</style></head>\n<body>\n{elements}\n</body></html>\n"
     )
@@ -42,6 +50,26 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
         write_file(path, page.encode(errors="replace"))  # file names may have bytes that are not UTF-8
     except OSError as error:
         raise io_error(path, error) from error
+
+
+def check_page_path(path: Path) -> None:
+    """Check that a page may be written, before the work for its content.
+
+    Raises:
+        PrepError: The path is a link, is not a regular file, or is a file other than a page of prep.
+    """
+    max_nbytes = max(map(len, PAGE_STARTS))
+    try:
+        check_replaceable(path)
+        with open_regular_file(path) as file:
+            start = file.read(max_nbytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise io_error(path, error) from error
+    # An empty file, as `mktemp` makes it, has nothing to lose.
+    if start and not start.startswith(PAGE_STARTS):
+        raise PrepError(f"{path} is not overwritten", "it is not a page of prep", "another name, or remove it")
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

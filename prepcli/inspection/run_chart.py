@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from prepcli.inspection.run_record import Point
+from prepcli.inspection.run_metrics import Point
 
 WIDTH, HEIGHT = 420, 220  # small units: text stays readable where a phone shows the chart at about this width
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26

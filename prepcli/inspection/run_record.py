@@ -6,22 +6,25 @@ import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
+from trainer.files.reading import read_regular_file
 from trainer.recipe.formatting import to_toml
-from trainer.training.metrics import METRICS_FILE, read_metrics
+from trainer.training.metrics import METRICS_FILE, MetricsFile
 
 ENVIRONMENT_FILE = "environment.json"
 SAMPLES_FILE = "samples.jsonl"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
-MAX_NUMBER = 1e300  # larger integers are not floats, and axes cannot show them
-
-Point = tuple[float, float]
+# Limits of the texts on a page
+MAX_PROMPTS = 256
+MAX_TEXTS = 64  # of a prompt, besides the last one
+MAX_TEXT_NCHARS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +50,50 @@ class SavedSample:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSamples:
+    """Texts that a run generated from a prompt.
+
+    Attributes:
+        texts: Evenly spaced ones in the order of steps, and the last one.
+        count: Number of all texts.
+    """
+
+    texts: tuple[SavedSample, ...]
+    count: int
+
+
+NO_SAMPLES = PromptSamples((), 0)
+
+
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run as its files describe it.
 
     Attributes:
         name: Its path or URL.
         title: The last part of it.
-        lines: Metrics, in the order of steps.
+        metrics: Its metrics.
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
-        samples: Texts that it generated, in the order of steps.
+        samples: Texts that it generated, by prompt.
+        notes: Messages about parts of the files that were not read.
     """
 
     name: str
     title: str
-    lines: tuple[Mapping[str, Any], ...]
+    metrics: RunMetrics
     recipe: Mapping[str, str]
     environment: Mapping[str, Any]
     checkpoints: tuple[SavedStep, ...]
-    samples: tuple[SavedSample, ...] = ()
+    samples: Mapping[str, PromptSamples]
+    notes: tuple[str, ...] = ()
 
     @property
     def last_step(self) -> int:
         """The last step with metrics, or the last saved one."""
-        steps = [line["step"] for line in self.lines[-1:]] + [saved.step for saved in self.checkpoints[-1:]]
-        return max(steps, default=0)
+        steps = [saved.step for saved in self.checkpoints[-1:]]
+        return max(steps + ([] if self.metrics.last_step is None else [self.metrics.last_step]), default=0)
 
     @property
     def steps(self) -> int | None:
@@ -80,24 +101,10 @@ class RunRecord:
         steps = self.environment.get("steps")
         return steps if isinstance(steps, int) and is_number(steps) else None
 
-    def points(self, name: str) -> list[Point]:
-        """Return (step, value) of each line with a finite number of this name."""
-        return [(line["step"], line[name]) for line in self.lines if is_number(line.get(name))]
-
     def table(self, name: str) -> Mapping[str, Any]:
         """Return a table of the environment; empty if it is absent."""
         table = self.environment.get(name)
         return table if isinstance(table, dict) else {}
-
-    def last(self, name: str) -> float | None:
-        """Return the last value of a name; None if there is none."""
-        points = self.points(name)
-        return points[-1][1] if points else None
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value of a JSON file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
 def read_run(path: Path) -> RunRecord:
@@ -112,23 +119,44 @@ def read_run(path: Path) -> RunRecord:
     recipe_path = path / RECIPE_FILE
     if not recipe_path.is_file():
         raise not_a_run_error(str(path), exists=path.is_dir())
+    metrics_file, samples_file = MetricsFile(path / METRICS_FILE), MetricsFile(path / SAMPLES_FILE)
+    metrics, samples = RunMetrics.of(metrics_file), _read_samples(samples_file)
+    skipped = {METRICS_FILE: metrics_file.num_skipped, SAMPLES_FILE: samples_file.num_skipped}
     return RunRecord(
         str(path),
         title=path.resolve().name,
-        lines=tuple(line for line in read_metrics(path / METRICS_FILE) if is_number(line["step"])),
+        metrics=metrics,
         recipe=dict(_flatten(_read_toml(recipe_path))),
         environment=_read_environment(path / ENVIRONMENT_FILE),
         checkpoints=tuple(SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
-        samples=tuple(_read_samples(path / SAMPLES_FILE)),
+        samples=samples,
+        notes=tuple(_skip_note(path / name, count) for name, count in skipped.items() if count),
     )
 
 
-def _read_samples(path: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a file; lines without a prompt and a text are skipped."""
-    for line in read_metrics(path):
+def _read_samples(lines: Iterable[Mapping[str, Any]]) -> dict[str, PromptSamples]:
+    """Return the samples of a file by prompt; lines without a prompt and a text are ignored."""
+    kept: dict[str, EvenSample[SavedSample]] = {}
+    last: dict[str, SavedSample] = {}
+    for line in lines:
         prompt, text = line.get("prompt"), line.get("text")
-        if isinstance(prompt, str) and isinstance(text, str):
-            yield SavedSample(line["step"], prompt, text)
+        if not isinstance(prompt, str) or not isinstance(text, str):
+            continue
+        if prompt not in kept and len(kept) == MAX_PROMPTS:
+            continue
+        shown = text if len(text) <= MAX_TEXT_NCHARS else f"{text[:MAX_TEXT_NCHARS]} ..."
+        last[prompt] = SavedSample(line["step"], prompt, shown)
+        kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
+    samples: dict[str, PromptSamples] = {}
+    for prompt, texts in kept.items():
+        missing_last = [] if texts.items[-1] is last[prompt] else [last[prompt]]
+        samples[prompt] = PromptSamples((*texts.items, *missing_last), texts.count)
+    return samples
+
+
+def _skip_note(path: Path, count: int) -> str:
+    lines = "1 line" if count == 1 else f"{count:,} lines"
+    return f"skipped {lines} of {path}: not a JSON object with a step, or too long"
 
 
 def not_a_run_error(name: str, *, exists: bool) -> PrepError:
@@ -139,10 +167,10 @@ def not_a_run_error(name: str, *, exists: bool) -> PrepError:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_regular_file(path).decode())
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PrepError(f"{path} is not TOML", str(error)) from error
 
 
@@ -157,13 +185,15 @@ def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _read_environment(path: Path) -> dict[str, Any]:
     try:
-        environment = json.loads(path.read_bytes())
+        environment = json.loads(read_regular_file(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
     except ValueError as error:
         raise PrepError(f"{path} is not JSON", str(error)) from error
+    except RecursionError as error:
+        raise PrepError(f"{path} is not JSON that prep reads", "it is nested too deeply") from error
     return environment if isinstance(environment, dict) else {}
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from prepcli.console.formatting import format_bytes
-from prepcli.engine.files import allocate_buffer
+from prepcli.engine.files import allocate_buffer, io_error
 from prepcli.errors import PrepError
 from prepcli.formats.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from prepcli.remote.remote_files import (
@@ -36,7 +36,9 @@ from prepcli.remote.remote_files import (
     read_range,
 )
 from prepcli.remote.retries import map_in_daemon_threads
+from trainer.files.writing import replacing_file
 
+DOWNLOAD_PIECE_NBYTES = 8 << 20
 SMALL_NBYTES = 64 << 20  # upper limit of a file that is fetched whole; tokenizers are smaller
 MAX_PATH_NBYTES = 1024
 MAX_NAME_CHARS = 255
@@ -198,6 +200,22 @@ def read_all(reader: RangeReader, file: RemoteFile) -> bytes:
     content = np.empty(file.size, np.uint8)
     read_range(reader, file, offset=0, into=content)
     return content.tobytes()
+
+
+def download_file(reader: RangeReader, file: RemoteFile, path: Path) -> None:
+    """Replace a local file by the content of a remote file of any size, in bounded memory.
+
+    Raises:
+        PrepError: The file cannot be read or written.
+    """
+    try:
+        with replacing_file(path) as local_file:
+            for offset in range(0, file.size, DOWNLOAD_PIECE_NBYTES):
+                piece = np.empty(min(DOWNLOAD_PIECE_NBYTES, file.size - offset), np.uint8)
+                read_range(reader, file, offset=offset, into=piece)
+                local_file.write(piece.data)
+    except OSError as error:
+        raise io_error(path, error) from error
 
 
 @contextlib.contextmanager

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from trainer.models.errors import PrepError
 
 MAX_SMALL_FILE_NBYTES = 100_000_000
+MAX_LINE_NBYTES = 1 << 20
+SKIPPED_PIECE_NBYTES = 1 << 20  # of a line that is too long
 
 
 def open_regular_file(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -53,6 +56,26 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
         nbytes = path.stat().st_size
         raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
     return content
+
+
+def read_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file without their ends, in bounded memory.
+
+    A line that is too long is yielded empty. A last line without an end, e.g. one cut short by a kill, is not yielded.
+
+    Raises:
+        PrepError: The path is not a regular file.
+        OSError: The system refuses to read it.
+    """
+    with open_regular_file(path) as file:
+        while line := file.readline(max_nbytes + 1):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+                continue
+            while line and not line.endswith(b"\n"):
+                line = file.readline(SKIPPED_PIECE_NBYTES)
+            if line:
+                yield b""
 
 
 def resolve_named_path(folder: Path, name: object, named_by: Path) -> Path:

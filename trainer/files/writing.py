@@ -1,51 +1,83 @@
-"""Write the files that prep makes for people: pages, scripts, copies of recipes."""
+"""Write files that are replaced as a whole: pages, scripts, copies of recipes, small files of a run."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from trainer.models.errors import PrepError
 
 MAX_NAME_NBYTES = 255  # of a file on ext4, XFS, Btrfs and tmpfs
+# Errors of file systems without hard links, such as FAT and mounted buckets
+NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EINVAL)
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool = True) -> None:
-    """Write a whole file under a temporary name, then rename it.
+    """Write a whole file; see `replacing_file`.
+
+    Args:
+        path: The file.
+        content: Its bytes.
+        overwrite: Whether an existing regular file is replaced.
+    """
+    with replacing_file(path, overwrite=overwrite) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Open a new file under a temporary name, and rename it after the block.
 
     A kill, a full disk or an error leaves the old file, or none. The content is durable before it gets its name.
     No link is followed.
 
     Args:
         path: The file.
-        content: Its bytes.
         overwrite: Whether an existing regular file is replaced.
+
+    Yields:
+        The new file.
 
     Raises:
         FileExistsError: The file exists and `overwrite` is False.
         PrepError: The path exists and is a symbolic link or not a regular file.
         OSError: The system refuses to write.
     """
-    _check_replaceable(path, overwrite)
+    check_replaceable(path, overwrite=overwrite)
     temporary = path.with_name(_temporary_name(path.name))
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with open(fd, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(fd)
         if overwrite:
             os.replace(temporary, path)
         else:
-            # A link is created only if the name is free, also when another process takes it at this moment.
-            os.link(temporary, path)
+            _rename_to_free_name(temporary, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
     _sync_folder(path.parent)
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> None:
+    """Give a file its name only if the name is free, also when another process takes it at this moment."""
+    try:
+        os.link(temporary, path)
+        return
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:
+            raise
+    # Reserve the name with an empty file. A kill before the next line leaves it.
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    os.replace(temporary, path)
 
 
 def _temporary_name(name: str) -> str:
@@ -55,8 +87,13 @@ def _temporary_name(name: str) -> str:
     return f".{os.fsdecode(stem)}{suffix}"
 
 
-def _check_replaceable(path: Path, overwrite: bool) -> None:
-    """Raise an error if something other than a regular file has the name, or a file that is not to be replaced."""
+def check_replaceable(path: Path, *, overwrite: bool = True) -> None:
+    """Check that `write_file` may write a file.
+
+    Raises:
+        FileExistsError: The file exists and `overwrite` is False.
+        PrepError: The path exists and is a symbolic link or not a regular file.
+    """
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -7,44 +7,85 @@ Process 0 writes that file. With `log.all_workers` every other process writes a 
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainer.files.reading import read_lines
+from trainer.files.writing import replacing_file
 from trainer.models.errors import PrepError
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_PREFIX = "eval_"  # of the values of an evaluation
+LINE_START = re.compile(rb'\{"step": ([0-9]{1,18})[,}]')
 PROCESS_METRICS_FILE = re.compile(r"metrics\.([1-9][0-9]*)\.jsonl")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; empty if it does not exist.
+class MetricsFile:
+    """The lines of a metrics file, read one at a time in bounded memory.
 
-    Incomplete lines, such as one cut short by a kill, are skipped.
+    Lines that are not JSON objects with a step are skipped. A last line that a kill has cut short is ignored.
+
+    Attributes:
+        num_skipped: Number of skipped lines so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Name a file, which need not exist.
+
+        Args:
+            path: The file.
+        """
+        self._path = path
+        self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines. PrepError if the file cannot be read."""
+        for line in self.raw_lines():
+            values = _parse_line(line)
+            if values is None:
+                self.num_skipped += 1
+            else:
+                yield values
+
+    def raw_lines(self) -> Iterator[bytes]:
+        """Yield the bytes of all lines. PrepError if the file cannot be read."""
+        try:
+            yield from read_lines(self._path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise PrepError(f"cannot read {self._path}", error.strerror or str(error)) from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a short metrics file; empty if it does not exist.
 
     Raises:
         PrepError: The file cannot be read.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
-    return [line for line in map(_parse_line, lines) if line is not None]
+    return list(MetricsFile(path))
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        values = json.loads(line)
-    except ValueError:
+        values = json.loads(line.decode())
+    except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+
+
+def _line_step(line: bytes) -> int | None:
+    """Return the step of a line; None if it is not a JSON object with a step."""
+    # As prep writes lines; this is faster than parsing them.
+    match = LINE_START.match(line)
+    if match and line.endswith(b"}"):
+        return int(match[1])
+    values = _parse_line(line)
+    return None if values is None else values["step"]
 
 
 def metrics_file(process: int) -> str:
@@ -88,6 +129,15 @@ def log_key(line: Mapping[str, Any]) -> LogKey:
     return line["step"], f"{EVAL_PREFIX}loss" in line
 
 
+def repeated_lines(path: Path, step: int) -> frozenset[LogKey]:
+    """Return the keys of the lines that a run writes again when it continues after a step.
+
+    Raises:
+        PrepError: The file cannot be read.
+    """
+    return frozenset(log_key(line) for line in MetricsFile(path) if line["step"] >= step)
+
+
 class MetricsLog(Protocol):
     """Receiver of the log lines of a run."""
 
@@ -127,11 +177,12 @@ class MetricsWriter:
             PrepError: The file cannot be written.
         """
         self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
-        new_file = path.with_name(f"{path.name}.new")
         try:
-            new_file.write_text("".join(f"{_to_json(line)}\n" for line in kept))
-            os.replace(new_file, path)
+            with replacing_file(path) as file:
+                for line in MetricsFile(path).raw_lines() if step else ():
+                    line_step = _line_step(line)
+                    if line_step is not None and line_step <= step:
+                        file.write(line + b"\n")
         except OSError as error:
             raise PrepError(f"cannot write {path}", error.strerror or str(error)) from error
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from trainer.files.reading import read_regular_file
 from trainer.models.errors import PrepError
 from trainer.training.metrics import LogKey, log_key, metric_values
 
@@ -40,7 +41,7 @@ class WandbLog:
             name: Name of the run, unless the table has one.
             config: The recipe, to show beside the metrics.
             step: Start step of the run; at 0 a new W&B run is started.
-            logged: Keys of the lines of earlier starts. W&B does not overwrite logged steps.
+            logged: Keys of lines that earlier starts have logged and that come again: W&B overwrites no step.
             warn: Prints a warning.
 
         Raises:
@@ -107,7 +108,7 @@ def import_wandb() -> Any:
 
 def _read_id(folder: Path) -> str:
     try:
-        return (folder / ID_FILE).read_text().strip()
+        return read_regular_file(folder / ID_FILE).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""
     except OSError as error:

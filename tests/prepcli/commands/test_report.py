@@ -15,7 +15,7 @@ import prepcli as prep
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, PrepError, UsageError
 from prepcli.formats.run_steps import RECIPE_FILE
-from prepcli.inspection.run_record import ENVIRONMENT_FILE, folder_nbytes
+from prepcli.inspection.run_record import ENVIRONMENT_FILE, SAMPLES_FILE, folder_nbytes
 from trainer.training.metrics import METRICS_FILE
 
 
@@ -199,6 +199,71 @@ def test_page_of_many_runs_has_their_number(tmp_path: Path):
     report = prep.report([make_run(tmp_path / f"run{n}", lr=n / 8) for n in range(8)], tmp_path / "x.html")
     assert report.changed_keys == ("name", "optimizer.lr")
     assert "<h1>8 runs</h1>" in report.path.read_text()
+
+
+@pytest.mark.parametrize("name", [RECIPE_FILE, METRICS_FILE])
+def test_page_replaces_no_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str):
+    run = make_run(tmp_path / "run")
+    content = (run / name).read_bytes()
+    assert main(["report", str(run), "--out", str(run / name)]) == FAILED
+    assert "it is not a page of prep" in capsys.readouterr().err
+    assert (run / name).read_bytes() == content
+
+
+def test_page_follows_no_link(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "private.html").write_text("private")
+    (run / "report.html").symlink_to(tmp_path / "private.html")
+    with pytest.raises(PrepError, match="it is a symbolic link"):
+        prep.report(run)
+    assert (tmp_path / "private.html").read_text() == "private"
+
+
+def test_damaged_lines_are_skipped_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "run")
+    lines = ["[" * 100_000, '{"step": 1' + " " * (1 << 20) + "}", '{"step": ' + "9" * 5000 + "}", "\0" * 100, "{}"]
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        with (run / name).open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.write('{"step": 2, "los')
+    assert main(["report", str(run)]) == OK
+    out, err = capsys.readouterr()
+    assert "0.1667" in out
+    assert f"skipped 5 lines of {run / METRICS_FILE}" in err
+    assert f"skipped 5 lines of {run / SAMPLES_FILE}" in err
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_files_of_a_run_must_be_regular(tmp_path: Path, name: str, kind: str):
+    path = make_run(tmp_path / "run") / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(PrepError, match=f"{name} is not a file"):
+        prep.report(path.parent)
+
+
+def test_deep_environment_is_an_error(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    (run / ENVIRONMENT_FILE).write_text('{"data":' * 100_000)
+    with pytest.raises(PrepError, match="nested too deeply"):
+        prep.report(run)
+
+
+def test_long_run_has_few_texts(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    lines = [json.dumps({"step": step, "prompt": "p", "text": f"text {step}"}) for step in range(1000)]
+    lines.append(json.dumps({"step": 1000, "prompt": "p", "text": "x" * 100_000}))
+    (run / SAMPLES_FILE).write_text("".join(f"{line}\n" for line in lines))
+    page = Page(prep.report(run).path)
+    assert "64 of 1,001 texts" in page.texts
+    assert {"text 0", "text 16"} < {*page.texts}
+    assert len(page.source) < 100_000
 
 
 def test_step_may_be_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,12 +15,14 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.engine.budget import make_budget
+from prepcli.errors import PrepError
+from prepcli.execution import bucket_run
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.plan import OutputLeaf
-from prepcli.remote import remote_files
+from prepcli.remote import placeholders, remote_files
 from prepcli.remote.object_store import parse_url
 from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
@@ -52,6 +54,29 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjec
 
 def make_run(timeout_s: float = MAX_S) -> BucketRun:
     return BucketRun(parse_url(URL), Path("local"), RetryPolicy(timeout_s))
+
+
+def test_files_of_a_run_are_moved_in_pieces(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch):
+    """The metrics of a long run are larger than the files that are fetched whole."""
+    for module, name in ((placeholders, "DOWNLOAD_PIECE_NBYTES"), (bucket_run, "STORED_PIECE_NBYTES")):
+        monkeypatch.setattr(module, name, 1000)
+    monkeypatch.setattr(placeholders, "SMALL_NBYTES", 1000)
+    content, run = os.urandom(12_345), make_run()
+    Path("local").mkdir()
+    path = Path("local/metrics.jsonl")
+    path.write_bytes(content)
+    run.store_file(path.name)
+    assert store.objects[PREFIX + path.name] == content
+    path.write_bytes(b"old")
+    run.restore_file(path.name)
+    assert path.read_bytes() == content
+    del store.objects[PREFIX + path.name]
+    run.restore_file(path.name)
+    assert os.listdir("local") == []
+    run.store_file(path.name)
+    os.mkfifo(path)
+    with pytest.raises(PrepError, match="is not a file"):
+        run.store_file(path.name)
 
 
 def grids(init: Path, state: TrainingState) -> dict[str, OutputLeaf]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files.writing import write_file
+from trainer.files.writing import replacing_file, write_file
 from trainer.models.errors import PrepError
 
 
@@ -69,3 +69,31 @@ def test_write_file_keeps_the_old_file_when_the_disk_is_full(tmp_path: Path):
     assert subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode == errno.EFBIG
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_write_file_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    path = tmp_path / "job.sh"
+    write_file(path, b"new", overwrite=False)
+    assert path.read_bytes() == b"new"
+    with pytest.raises(FileExistsError):
+        write_file(path, b"other", overwrite=False)
+    assert os.listdir(tmp_path) == ["job.sh"]
+
+
+def test_replacing_file_keeps_the_old_file_after_an_error(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"old")
+
+    def write_half() -> None:
+        with replacing_file(path) as file:
+            file.write(b"new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]

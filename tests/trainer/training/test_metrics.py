@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from trainer.models.errors import PrepError
-from trainer.training.metrics import MetricsWriter, StepTimer, metrics_file, read_metrics, remove_other_metrics
+from trainer.training.metrics import (
+    MetricsWriter,
+    StepTimer,
+    metrics_file,
+    read_metrics,
+    remove_other_metrics,
+    repeated_lines,
+)
 
 
 def test_metrics_writer_lines_are_visible_at_once(tmp_path: Path):
@@ -60,6 +68,39 @@ def test_metrics_writer_at_step_0_drops_all_lines(tmp_path: Path):
     path.write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
     MetricsWriter(path, 0)
     assert read_metrics(path) == []
+
+
+def test_metrics_writer_keeps_the_bytes_of_lines(tmp_path: Path):
+    """Lines are copied, not written anew: NaN in a line that a user added is no error."""
+    path = tmp_path / "m"
+    lines = ['{"step":1, "loss":  1.0}', '{"loss": NaN, "step": 2}', '{"step": 3, "loss": 1.0}']
+    broken = ['{"step": 1, "loss"', "[" * 100_000, '{"step": "1"}', '{"step": 1, "text": "' + "x" * (1 << 20) + '"}']
+    path.write_text("".join(f"{line}\n" for line in [*lines, *broken]))
+    MetricsWriter(path, 2)
+    assert path.read_text() == f"{lines[0]}\n{lines[1]}\n"
+
+
+def test_metrics_writer_follows_no_link(tmp_path: Path):
+    (tmp_path / "target").write_text('{"step": 1}\n')
+    for name in ("m", "m.new"):
+        (tmp_path / name).symlink_to("target")
+    with pytest.raises(PrepError, match="it is a symbolic link"):
+        MetricsWriter(tmp_path / "m", 0)
+    assert (tmp_path / "target").read_text() == '{"step": 1}\n'
+
+
+def test_metrics_of_a_fifo_are_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "m")
+    with pytest.raises(PrepError, match="is not a"):
+        MetricsWriter(tmp_path / "m", 1)
+    with pytest.raises(PrepError, match="is not a file"):
+        read_metrics(tmp_path / "m")
+
+
+def test_repeated_lines_are_those_from_the_step_on(tmp_path: Path):
+    path = tmp_path / "m"
+    path.write_text('{"step": 1}\n{"step": 2, "eval_loss": 1.0}\n{"step": 3}\n')
+    assert repeated_lines(path, 2) == {(2, True), (3, False)}
 
 
 def test_remove_other_metrics_keeps_processes_that_log(tmp_path: Path):

@@ -1,0 +1,39 @@
+"""Small files of a run with a checksum."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prepcli.errors import PrepError
+from prepcli.execution.run_notes import read_note, write_note
+
+
+def test_write_note_replaces_a_note(tmp_path: Path):
+    path = tmp_path / "run.json"
+    assert read_note(path) is None
+    for count in (1, 2):
+        write_note(path, {"count": count})
+        assert read_note(path) == {"count": count}
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"[" * 100_000, b'{"count": 1, "checksum": "0"}', b"\xff"])
+def test_read_note_refuses_damaged_content(tmp_path: Path, data: bytes):
+    (tmp_path / "note").write_bytes(data)
+    with pytest.raises(PrepError, match="is damaged"):
+        read_note(tmp_path / "note")
+
+
+def test_notes_are_no_links_and_no_fifos(tmp_path: Path):
+    (tmp_path / "target").write_bytes(b"{}")
+    (tmp_path / "link").symlink_to("target")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo"):
+        with pytest.raises(PrepError):
+            read_note(tmp_path / name)
+        with pytest.raises(PrepError):
+            write_note(tmp_path / name, {})
+    assert (tmp_path / "target").read_bytes() == b"{}"
