@@ -13,7 +13,8 @@ FRAMEWORKS = {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "torch",
 
 # Lowest first: a package imports only from packages above it in its list.
 TRAINER = (
-    *("models", "files", "distributed", "nn", "flax_modules", "recipe", "planning", "data", "generation", "training"),
+    *("models", "files", "tables", "distributed", "nn", "flax_modules", "recipe", "planning", "data"),
+    *("generation", "training"),
 )
 PREPCLI = (
     *("errors", "console", "planning", "engine", "formats", "remote", "sources", "restore", "targets"),

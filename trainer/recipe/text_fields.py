@@ -11,6 +11,7 @@ DataFormat = Literal["text", "prompt_completion", "chat"]
 PLAIN: DataFormat = "text"  # fields of any columns
 IdsDtype = Literal["uint16", "uint32", "int32", "int64"]  # of token ids in files without a header
 DEFAULT_IDS_DTYPE: IdsDtype = "uint16"
+DEFAULT_MAX_DOCUMENT_NBYTES = 64 << 20
 # Default of `data.fields` of each type that has columns, or may have some.
 DEFAULT_FIELDS: Mapping[str, str] = dict.fromkeys(("auto", "json", "csv", "parquet", "arrow"), "text")
 Packing = Literal["concatenate", "documents", "none"]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trainer.data.compression import open_decompressed, split_compression
 from trainer.data.files import FILE_READ_NBYTES, DataFile, HashingStream
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES
 
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -86,10 +86,12 @@ class ReadOptions:
     Attributes:
         on_error: Called with the error of an invalid record. If it returns, the record is skipped.
         ids_dtype: Dtype of ids in files that do not record it.
+        max_document_nbytes: Bytes that a line, a row or a value may have.
     """
 
     on_error: ErrorHandler = raise_error
     ids_dtype: str = DEFAULT_IDS_DTYPE
+    max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
 
 
 DEFAULT_OPTIONS = ReadOptions()

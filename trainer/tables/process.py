@@ -1,0 +1,159 @@
+"""Start worker processes that decode tables, and receive their rows."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import BinaryIO, cast
+
+from trainer.tables.batches import InvalidRow, Part
+from trainer.tables.messages import RANGE, ROWS, Kind, read_message, write_message
+
+# Memory of a worker besides that of rows: a page or a record batch, compressed and decompressed, and dictionaries
+DECODING_NBYTES = 1 << 30
+ROW_COPIES = 8  # of the largest row: its page, its batch, and the message
+
+
+class TableError(Exception):
+    """A file cannot be decoded.
+
+    Attributes:
+        why: The cause.
+        exceeds_memory: Whether a part of the file needs more memory than the worker may use.
+    """
+
+    def __init__(self, why: str, *, exceeds_memory: bool = False) -> None:
+        """Make the error."""
+        super().__init__(why)
+        self.why, self.exceeds_memory = why, exceeds_memory
+
+
+class _Worker:
+    """A worker process of this process."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trainer.tables.worker"],  # -P: no imports from the current folder
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self.requests = cast(BinaryIO, self._process.stdout)
+        self.answers = cast(BinaryIO, self._process.stdin)
+
+    def stop(self) -> int:
+        """End the process; return its exit code, or minus the number of the signal that ended it before."""
+        self._process.kill()
+        self.requests.close()
+        with suppress(OSError):  # bytes that the process has not taken
+            self.answers.close()
+        return self._process.wait()
+
+    def wait(self) -> int:
+        """Return the exit code of a process that closed its pipe, or minus the number of a signal."""
+        return self._process.wait()
+
+
+_idle: list[_Worker] = []  # workers that have read a file; a new one takes a second to start
+
+
+def read_table(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int) -> Iterator[Part | InvalidRow]:
+    """Yield the rows of a Parquet or Arrow file in parts, and its invalid rows, decoded by a worker process.
+
+    Args:
+        stream: The file, seekable.
+        table_format: PARQUET or ARROW.
+        nbytes: Size of the file.
+        max_row_nbytes: Bytes of values that a row may have.
+
+    Raises:
+        TableError: The file is malformed, or needs too much memory.
+    """
+    max_nbytes = DECODING_NBYTES + ROW_COPIES * max_row_nbytes
+    worker = _take_worker()
+    is_done = False
+    try:
+        settings = {
+            "format": table_format,
+            "nbytes": nbytes,
+            "max_row_nbytes": max_row_nbytes,
+            "max_nbytes": max_nbytes,
+        }
+        write_message(worker.answers, Kind.OPEN, json.dumps(settings).encode())
+        yield from _receive_parts(stream, worker, max_nbytes)
+        is_done = True
+    except (EOFError, BrokenPipeError):
+        raise TableError(_describe_end(worker.wait())) from None
+    finally:
+        if is_done:
+            _idle.append(worker)
+        else:
+            worker.stop()
+
+
+def _receive_parts(stream: BinaryIO, worker: _Worker, max_nbytes: int) -> Iterator[Part | InvalidRow]:
+    from pyarrow import ipc
+
+    while True:
+        kind, content = read_message(worker.requests)
+        if kind is Kind.END:
+            return
+        if kind is Kind.READ:
+            offset, nbytes = RANGE.unpack(content)
+            stream.seek(offset)
+            write_message(worker.answers, Kind.DATA, _read_range(stream, nbytes))
+        elif kind is Kind.INVALID_ROW:
+            yield InvalidRow(**json.loads(content))
+        elif kind is Kind.BATCH:
+            first_row, share = ROWS.unpack_from(content)
+            batch = ipc.open_stream(memoryview(content)[ROWS.size :]).read_next_batch()
+            yield Part(batch, first_row, share)
+        else:
+            raise _failure(json.loads(content), max_nbytes)
+
+
+def _read_range(stream: BinaryIO, nbytes: int) -> bytes:
+    """Return the next bytes of a stream that may return fewer at once; fewer at its end."""
+    blocks: list[bytes] = []
+    while nbytes > 0 and (block := stream.read(nbytes)):
+        blocks.append(block)
+        nbytes -= len(block)
+    return b"".join(blocks)
+
+
+def _failure(content: dict[str, object], max_nbytes: int) -> TableError:
+    if "exceeds_memory" not in content:
+        return TableError(str(content["why"]))
+    why = f"a page, dictionary or record batch of it needs more than {max_nbytes:,} bytes of memory"
+    return TableError(why, exceeds_memory=True)
+
+
+def _describe_end(code: int) -> str:
+    """Return why a worker ended."""
+    if code >= 0:
+        return f"the process that decodes it ended with exit code {code}"
+    return f"the process that decodes it ended by {signal.Signals(-code).name}"
+
+
+def _take_worker() -> _Worker:
+    """Return an idle worker, or a new one. A forked process does not use the workers of its parent."""
+    while _idle:
+        worker = _idle.pop()
+        if worker.owner == os.getpid():
+            return worker
+    return _Worker()
+
+
+@atexit.register
+def _stop_workers() -> None:
+    while _idle:
+        worker = _idle.pop()
+        if worker.owner == os.getpid():
+            worker.stop()
