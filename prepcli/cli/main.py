@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from prepcli.cli.root import app
+from prepcli.cli.strict import is_from_variable, option_name
+from prepcli.console.bounded_text import SHORT_WORD_CHARS, shorten
 from prepcli.console.job_errors import process_of
 from prepcli.console.stdio import (
     escape_unencodable,
@@ -135,6 +137,11 @@ def _usage_error(error: Exception, command: str, args: Sequence[str]) -> PrepErr
     first_line = re.sub(r" \(env var: '\w+'\)", "", message.partition("\n")[0]).rstrip(".")
     what, _, why = first_line.partition(": ")
     why = why.removeprefix("Value error, ")
+    parameter = getattr(error, "param", None)
+    if parameter is not None and context is not None and is_from_variable(parameter, context):
+        value = shorten(os.environ.get(parameter.envvar, ""), SHORT_WORD_CHARS)
+        hint = _choice_hint(why) or f"`unset {parameter.envvar}`, or give it a value of `{option_name(parameter)}`"
+        return usage_error(f"`{parameter.envvar}={value}` is invalid", why, hint)
     return usage_error(what[:1].lower() + what[1:], why, _choice_hint(why) or f"`{path} --help`")
 
 

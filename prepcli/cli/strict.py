@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from typer.core import TyperCommand
 
-from prepcli.errors import usage_error
+from prepcli.errors import UsageError, usage_error
 from prepcli.planning.shares import launcher_share
 
+MAX_INTEGER = (1 << 63) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
 FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is free text, which may be empty
 
 
@@ -25,7 +27,18 @@ class StrictCommand(TyperCommand):
         for parameter in self.params:
             if parameter.name not in FREE_TEXT_OPTIONS and _has_empty(values.get(parameter.name)):
                 raise _empty_value_error(parameter)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for parameter in self.params:
+            _check_integer(parameter, ctx.params.get(parameter.name))
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; name the environment variable in a UsageError about an option that it sets."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            name_variables(error, ctx)
+            raise
 
 
 class OneProcessCommand(StrictCommand):
@@ -41,12 +54,48 @@ class OneProcessCommand(StrictCommand):
         return super().invoke(ctx)
 
 
+def name_variables(error: UsageError, ctx: Any) -> None:
+    """Replace the options of a message that environment variables set by the variables.
+
+    Args:
+        error: The error; `--memory abc` in it becomes `PREP_MEMORY=abc`.
+        ctx: Typer's context of the command.
+    """
+    for parameter in ctx.command.params:
+        if is_from_variable(parameter, ctx):
+            error.what = _with_variable(error.what, parameter)
+            error.hint = _with_variable(error.hint, parameter)
+
+
+def is_from_variable(parameter: Any, ctx: Any) -> bool:
+    """Return whether an environment variable gave the value of an option."""
+    source = ctx.get_parameter_source(parameter.name)
+    return bool(parameter.envvar) and source is not None and source.name == "ENVIRONMENT"
+
+
+def option_name(parameter: Any) -> str:
+    """Return the long name of an option."""
+    return max(parameter.opts, key=len)
+
+
+def _with_variable(text: str, parameter: Any) -> str:
+    option = re.escape(option_name(parameter))
+    with_values = re.sub(rf"{option} (?=[^ `])", f"{parameter.envvar}=", text)
+    return re.sub(rf"{option}(?![\w-])", parameter.envvar, with_values)
+
+
+def _check_integer(parameter: Any, value: object) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        name = option_name(parameter)
+        raise usage_error(f"`{name} {str(value)[:40]}…` is too large", f"the limit is {MAX_INTEGER:,}")
+
+
 def _has_empty(value: object) -> bool:
     return "" in value if isinstance(value, list | tuple) else value == ""
 
 
 def _empty_value_error(parameter: Any) -> Exception:
     is_option = parameter.param_type_name == "option"
-    name = f"`{max(parameter.opts, key=len)}`" if is_option else parameter.metavar
+    name = f"`{option_name(parameter)}`" if is_option else parameter.metavar
     hint = f"give {name} a value" if parameter.required else f"remove {name}, or give it a value"
     return usage_error(f"{name} is empty", "a shell variable in the command may be unset", hint)

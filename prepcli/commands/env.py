@@ -12,7 +12,7 @@ from pathlib import Path
 from prepcli.commands.machine import cgroup_memory_limit, system_memory
 from prepcli.console.formatting import format_bytes
 from prepcli.console.ui import Report, format_table
-from prepcli.errors import UsageError
+from prepcli.errors import PrepError, UsageError
 from trainer.models.process_address import ProcessSettings, process_address, single_process_reason
 
 PACKAGES = (
@@ -112,11 +112,13 @@ def _version(package: str) -> str | None:
 def _devices() -> dict[str, str]:
     """Return the kind of each local device by its name, or the reason why there are none."""
     try:
-        import jax
+        from trainer.distributed.devices import local_devices
 
-        return {str(device): device.device_kind for device in jax.local_devices()}
-    except (ImportError, RuntimeError) as error:  # RuntimeError: a platform of JAX_PLATFORMS does not exist
+        return {str(device): device.device_kind for device in local_devices()}
+    except ImportError as error:
         return {"none": f"jax: {error}"}
+    except PrepError as error:
+        return {"none": f"jax: {error.why}"}
 
 
 def _processes(environ: Mapping[str, str]) -> dict[str, str | int | None]:

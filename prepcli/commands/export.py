@@ -65,7 +65,7 @@ class ExportRequest:
 
 def parse_shard_size(text: str) -> int:
     """Parse `--shard-size`; raise UsageError for 0, and for less than 1 MiB without a unit."""
-    nbytes, number = parse_bytes(text), text.strip()
+    nbytes, number = parse_bytes(text, "--shard-size"), text.strip()
     if nbytes == 0:
         raise usage_error(f"invalid `--shard-size {text}`", "a file has at least one byte", "`--shard-size 5GB`")
     if number.replace(".", "").isdecimal() and nbytes < MIN_UNITLESS_NBYTES:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prepcli.commands.train_run import Run
+from prepcli.console.bounded_text import shorten
 from prepcli.console.formatting import format_duration, format_number, format_time_left, format_token_rate
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import REDRAW_INTERVAL_S
 from prepcli.console.run_status import RunStatus, status_lines
-from prepcli.console.ui import Ui, printable, shorten
+from prepcli.console.ui import Ui, printable
 
 if TYPE_CHECKING:
     from trainer.training.samples import Sample

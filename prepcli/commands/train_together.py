@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
-from prepcli.console.ui import Report, Ui, as_prep_error
+from prepcli.console.ui import Report, Ui
+from prepcli.console.unexpected import as_prep_error
 from prepcli.errors import FAILED, INTERRUPTED, STOPPED, PrepError
 from prepcli.execution.signals import Interrupted, Stopped, note_durable_work, raise_on_signal
 

@@ -11,40 +11,47 @@ BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 DECIMAL_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS = {"B": 1, **BINARY_UNITS, **DECIMAL_UNITS}
 
+MAX_DIGITS = 40  # of a size in any unit; Python refuses to convert more than 4,300
+MAX_NBYTES = (1 << 63) - 1
+
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 _BY_LOWER_CASE = {unit.lower(): nbytes for unit, nbytes in UNITS.items()}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str) -> int:
     """Return the bytes of a text such as `512MiB`, `5GB`, `1.5 gib` or `1048576`; KiB is 1024 bytes, KB 1000.
 
     Args:
         text: The size.
+        option: The option that it belongs to, e.g. `--memory`, for messages.
 
     Returns:
         A whole number of bytes.
 
     Raises:
-        UsageError: The text has another form, or is a fraction of bytes.
+        UsageError: The text has another form, is a fraction of bytes, or is above MAX_NBYTES.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise _invalid_size_error(text)
+        raise _invalid_size_error(text, option)
     number, unit = match.groups()
     scale = _BY_LOWER_CASE.get(unit.lower() or "b")
     if scale is None:
-        raise _invalid_size_error(text, f"{number}{unit.upper()}iB" if unit.upper() in ("K", "M", "G", "T") else "")
-    nbytes = Fraction(number) * scale
+        is_prefix = unit.upper() in ("K", "M", "G", "T")
+        raise _invalid_size_error(text, option, f"{number}{unit.upper()}iB" if is_prefix else "")
+    nbytes = Fraction(number) * scale if len(number) <= MAX_DIGITS else Fraction(MAX_NBYTES + 1)
+    if nbytes > MAX_NBYTES:
+        raise usage_error(f"`{option} {text}` is too large", f"the limit is {MAX_NBYTES:,} bytes")
     if nbytes.denominator != 1:
-        raise usage_error(f"`{text}` is not a whole number of bytes", f"it is {float(nbytes):.6g} bytes")
+        raise usage_error(f"`{option} {text}` is not a whole number of bytes", f"it is {float(nbytes):.6g} bytes")
     return int(nbytes)
 
 
-def _invalid_size_error(text: str, guess: str = "") -> PrepError:
+def _invalid_size_error(text: str, option: str, guess: str = "") -> PrepError:
     return usage_error(
-        f"`{text}` is not a size in bytes",
+        f"`{option} {text}` is not a size in bytes",
         "it takes a number and KiB, MiB, GiB, TiB (of 1024), KB, MB, GB, TB (of 1000), or nothing for bytes",
-        f"did you mean `{guess}`?" if guess else "for example `512MiB`",
+        f"did you mean `{option} {guess}`?" if guess else f"for example `{option} 512MiB`",
     )
 
 

@@ -5,13 +5,11 @@ With `--json` stdout carries exactly one object, also on failure. A command crea
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,12 +19,14 @@ from importlib import metadata
 from typing import TextIO, cast
 from unicodedata import category
 
+from prepcli.console.bounded_text import bounded_error, bounded_lines
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
 from prepcli.console.stdio import LossyStream, write_and_flush
 from prepcli.console.tables import Column, layout_table
-from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError
+from prepcli.console.unexpected import as_prep_error
+from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
 
 UNESCAPED = "\n\t\u200c\u200d"  # newline, tab, and the zero-width joiners of letters
 QUIET, NORMAL, LEAVES, SLABS = -1, 0, 1, 2  # -q, default, -v: one line per leaf, -vv: one line per slab
@@ -36,8 +36,6 @@ _UNUSUAL = re.compile(r"[^ -~\n\t]")  # only these characters are inspected one 
 Cell = str | int
 
 SHOW_CURSOR = "\x1b[?25h"
-# Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device
-_SYSTEM_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +98,7 @@ class Ui:
 
     def warn(self, text: str) -> None:
         """Print a warning on stderr and add it to the JSON object."""
+        text = bounded_lines(text)
         self.warnings.append(text)
         if self.level >= NORMAL:
             self._print_stderr(f"{self._colored('warning:', 33)} {self._label}{printable(text)}")
@@ -174,6 +173,8 @@ class Ui:
 
         In a job of several processes, only process 0 prints the result and the error of a stop, which ends all of them.
         """
+        if report.error is not None:
+            report = replace(report, error=bounded_error(report.error))
         return self.for_process(report.process, all_print=self.all_print)._finish(report)
 
     def _finish(self, report: Report) -> int:
@@ -236,26 +237,6 @@ def stdout_error(error: OSError) -> PrepError:
     return PrepError("cannot write the result to stdout", error.strerror or str(error))
 
 
-def as_prep_error(error: BaseException) -> PrepError:
-    """Return the error in the form that users see. The traceback of an unexpected exception is saved to a file."""
-    if isinstance(error, PrepError):
-        return error
-    if isinstance(error, OSError) and error.errno in _SYSTEM_ERRNOS:
-        what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
-        return PrepError(what, error.strerror or str(error))
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        why = "its limit for the process is below `--memory` plus the memory of Python itself"
-        return PrepError("the system is out of memory", why, "a smaller `--memory`, or a larger limit")
-    text = "".join(traceback.format_exception(error))
-    line = traceback.format_exception_only(error)[-1].strip()
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
-            file.write(text)
-    except OSError:  # no folder is writable
-        return PrepError("this is a bug in prep", line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
-    return PrepError("this is a bug in prep", line, f"please report it with {file.name}", FAILED)
-
-
 def format_table(
     rows: Sequence[Sequence[Cell]],
     header: Sequence[str],
@@ -292,14 +273,6 @@ def format_table(
 def _indent(text: str) -> str:
     """Indent the lines of a reason after the first one to the width of its label."""
     return text.replace("\n", "\n       ")
-
-
-def shorten(text: str, width: int) -> str:
-    """Return the text, its middle replaced by an ellipsis if it is longer than `width`; the ends identify a name."""
-    if len(text) <= width:
-        return text
-    tail = (width - 1) // 2
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def printable(text: str) -> str:

@@ -86,7 +86,7 @@ def check_memory(nbytes: int, text: str) -> None:
 
 def parse_memory(text: str) -> int:
     """Parse the value of `--memory`; raise UsageError if it is invalid or too small."""
-    nbytes = parse_bytes(text)
+    nbytes = parse_bytes(text, "--memory")
     check_memory(nbytes, text)
     return nbytes
 

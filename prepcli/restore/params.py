@@ -62,13 +62,15 @@ def open_model(
         on_unchecked: Called for a checkpoint without checksums of its parts, if `verify` is set.
 
     Raises:
-        PrepError: The mesh is invalid, or does not divide a parameter.
+        PrepError: JAX has no devices, or the mesh is invalid or does not divide a parameter.
     """
+    from trainer.distributed.devices import local_devices
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
     if "lora" in source.tree_manifest:
         hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
         raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
+    local_devices()  # an error about devices is raised before anything is read
     is_remote = bool(source.remote_blobs)
     errors = rename_in_errors(path, source.display_name) if is_remote else nullcontext()
     with errors, _open_reader(source, path, mesh, verify, on_unchecked) as reader:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
+from trainer.distributed.devices import local_devices
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.attention_kernels import DeviceKind
 
@@ -13,7 +12,7 @@ from trainer.models.attention_kernels import DeviceKind
 def device_kind(sharding: ShardingContext) -> DeviceKind:
     """Return the kind of the devices of a mesh, or of JAX's default device without a mesh."""
     mesh = sharding.device_mesh
-    return kind_of_device(jax.local_devices()[0] if mesh is None else mesh.devices.flat[0])
+    return kind_of_device(local_devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
 def kind_of_device(device: Any) -> DeviceKind:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from trainer.distributed.device_grid import arrange_devices
+from trainer.distributed.devices import all_devices, local_devices
 from trainer.models import mesh as meshes
 from trainer.models.errors import PrepError, usage_error
 from trainer.models.mesh import Mesh, MeshAxes
@@ -213,7 +214,7 @@ def make_sharding_context(
         UsageError: The number of devices or of their slices does not fit the mesh.
         PrepError: JAX finds no devices.
     """
-    devices = _jax_devices() if devices is None else devices
+    devices = all_devices() if devices is None else devices
     hosts, kind = len({device.process_index for device in devices}), devices[0].device_kind
     hardware = f"{hosts} host{'s' if hosts > 1 else ''} with {len(devices) // hosts} x {kind}"
     if devices[0].platform == "cpu":
@@ -226,18 +227,9 @@ def make_sharding_context(
     return ShardingContext(mesh=resolved, rules=rules, device_mesh=device_mesh)
 
 
-def _jax_devices() -> list[Any]:
-    """Return all devices; raise a PrepError if JAX finds none."""
-    try:
-        return jax.devices()
-    except RuntimeError as error:
-        hint = "`JAX_PLATFORMS=cpu` selects the CPU, `JAX_PLATFORMS=''` any available platform"
-        raise PrepError("JAX found no devices", str(error).partition("\n")[0], hint) from error
-
-
 def local_device_sharding() -> SingleDeviceSharding:
     """Return the sharding of an array on one device, the first one of this process."""
-    return SingleDeviceSharding(jax.local_devices()[0])
+    return SingleDeviceSharding(local_devices()[0])
 
 
 @contextmanager

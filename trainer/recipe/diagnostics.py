@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.models.errors import PrepError, usage_error
 
-MAX_SHOWN = 60  # diagnostics that are listed; the rest are counted
+MAX_SHOWN = 20  # diagnostics that are listed; the rest are counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from prepcli.cli.main import main
 from prepcli.cli.root import app
 from prepcli.cli.strict import FREE_TEXT_OPTIONS
 from tests.helpers.run_cli import run_failing, run_ok
+from tests.helpers.tiny_checkpoints import make_checkpoint
 
 TOP_COMMANDS = vars(get_command(app))["commands"]
 LAUNCH = vars(TOP_COMMANDS["launch"])["commands"]
@@ -84,3 +85,59 @@ def test_demo_refuses_several_processes(
     assert "process 1 of 4, as SLURM says" in err
     assert list(tmp_path.iterdir()) == []
     run_ok("models")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["save-init", "m", "--memory", "abc"], "`--memory abc` is not a size in bytes"),
+        (["verify", "m", "--memory", "abc"], "`--memory abc` is not a size in bytes"),
+        (["export", "m", "--shard-size", "-5GB"], "`--shard-size -5GB` is not a size in bytes"),
+        (["pad-vocab", "m", "--size", "9" * 30], f"`--size {'9' * 30}…` is too large"),
+        (["pad-vocab", "m", "--size", "9" * 5000], "invalid value for '--size'"),
+    ],
+)
+def test_invalid_number_names_its_option(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run_failing(capsys, 2, *words).splitlines()
+    assert lines[0] == f"error: {what}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "what", "hint"),
+    [
+        ("PREP_MEMORY", "abc", "`PREP_MEMORY=abc` is not a size in bytes", "for example `PREP_MEMORY=512MiB`"),
+        ("PREP_MEMORY", "1MiB", "`PREP_MEMORY=1MiB` is below the minimum", "`PREP_MEMORY=32MiB` or more"),
+        ("PREP_PROCESSES", "x", "`PREP_PROCESSES=x` is invalid", "`PREP_PROCESSES=4/0`"),
+        (
+            "PREP_PROGRESS",
+            "fancy",
+            "`PREP_PROGRESS=fancy` is invalid",
+            "`unset PREP_PROGRESS`, or give it a value of `--progress`",
+        ),
+    ],
+)
+def test_invalid_variable_is_named_instead_of_its_option(
+    variable: str,
+    value: str,
+    what: str,
+    hint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    make_checkpoint(tmp_path / "tiny")
+    lines = run_failing(capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out")).splitlines()
+    assert lines[0] == f"error: {what}"
+    assert lines[-1] == f" hint: {hint}"
+
+
+@pytest.mark.parametrize("variable", ["PREP_MEMORY", "PREP_PROCESSES", "PREP_PROGRESS"])
+def test_long_variable_is_shortened(
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, "x y" * 7000)
+    make_checkpoint(tmp_path / "tiny")
+    err = run_failing(capsys, 2, "save-init", str(tmp_path / "tiny"), "--out", str(tmp_path / "out"))
+    assert variable in err
+    assert len(err) < 1500

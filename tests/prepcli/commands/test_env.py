@@ -92,6 +92,18 @@ def test_env_lists_devices_on_request() -> None:
     assert next(iter(devices)) in report.text
 
 
+def test_env_shows_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+
+    def fail() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "local_devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    report = env("512MiB", list_devices=True)
+    assert report.fields["devices"] == {"none": "jax: JAX_PLATFORMS=cuda names a platform that is not installed"}
+
+
 def test_env_text_lists_missing_packages_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prepcli.commands.env.PACKAGES", ("typer", "no-such-package"))
     lines = env("512MiB", list_devices=False).text.splitlines()

@@ -56,6 +56,21 @@ def test_all_checkpoint_kinds_generate_the_same_tokens(work_dir: Path, capsys: p
     assert report["tokens"] == [expected["tokens"][0][:1]]
 
 
+@pytest.mark.parametrize("words", [["generate", "tiny", "--tokens", "1,2"], ["eval", "tiny", "--data", "text.txt"]])
+def test_missing_platform_is_an_error_before_weights_are_read(
+    work_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    import jax
+
+    def fail() -> None:
+        raise RuntimeError("Unable to initialize backend 'foo'")
+
+    Path("text.txt").write_text("w1 w2 w3 " * 100)
+    monkeypatch.setattr(jax, "local_devices", fail)
+    lines = error_lines(capsys, *words)
+    assert lines[:2] == ["error: JAX found no devices", "  why: Unable to initialize backend 'foo'"]
+
+
 def test_generate_reads_any_step_of_a_run(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     Path("text.txt").write_text(" ".join(WORDS[number] for number in 1 + np.arange(2000) % 7))
     Path("r.toml").write_text(

@@ -21,6 +21,7 @@ from prepcli.console.formatting import (
 )
 from prepcli.errors import USAGE, PrepError
 
+OPTION = "--memory"
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 
 
@@ -41,13 +42,13 @@ GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
     ],
 )
 def test_parse_bytes_reads_a_size(text: str, nbytes: int) -> None:
-    assert parse_bytes(text) == nbytes
+    assert parse_bytes(text, OPTION) == nbytes
 
 
 @given(st.integers(0, 10**6), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " "]))
 def test_parse_bytes_reads_every_unit_in_any_case(number: int, unit: str, space: str) -> None:
     for spelling in (unit, unit.lower(), unit.upper()):
-        assert parse_bytes(f"{number}{space}{spelling}") == number * UNITS[unit]
+        assert parse_bytes(f"{number}{space}{spelling}", OPTION) == number * UNITS[unit]
 
 
 @pytest.mark.parametrize(
@@ -55,23 +56,31 @@ def test_parse_bytes_reads_every_unit_in_any_case(number: int, unit: str, space:
 )
 def test_parse_bytes_rejects_invalid_text(text: str) -> None:
     with pytest.raises(PrepError) as caught:
-        parse_bytes(text)
+        parse_bytes(text, OPTION)
     assert caught.value.code == USAGE
-    assert caught.value.what == f"`{text}` is not a size in bytes"
-    assert caught.value.hint == "for example `512MiB`"
+    assert caught.value.what == f"`--memory {text}` is not a size in bytes"
+    assert caught.value.hint == "for example `--memory 512MiB`"
 
 
 def test_parse_bytes_suggests_a_unit_for_a_bare_prefix() -> None:
     with pytest.raises(PrepError) as caught:
-        parse_bytes("512m")
-    assert caught.value.hint == "did you mean `512MiB`?"
+        parse_bytes("512m", OPTION)
+    assert caught.value.hint == "did you mean `--memory 512MiB`?"
 
 
 def test_parse_bytes_rejects_fractions_of_a_byte() -> None:
     with pytest.raises(PrepError) as caught:
-        parse_bytes("0.0001KB")
-    assert caught.value.what == "`0.0001KB` is not a whole number of bytes"
+        parse_bytes("0.0001KB", OPTION)
+    assert caught.value.what == "`--memory 0.0001KB` is not a whole number of bytes"
     assert caught.value.why == "it is 0.1 bytes"
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + "GiB", "0." + "9" * 5000, "8388608TiB"])
+def test_parse_bytes_rejects_huge_numbers(text: str) -> None:
+    with pytest.raises(PrepError) as caught:
+        parse_bytes(text, OPTION)
+    assert caught.value.code == USAGE
+    assert caught.value.why == "the limit is 9,223,372,036,854,775,807 bytes"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_deleted_folder_is_reported(tmp_path: Path) -> None:
 
 
 def test_bug_is_reported_without_a_writable_folder(tmp_path: Path) -> None:
-    script = "from prepcli.console.ui import as_prep_error; print(as_prep_error(KeyError('x')).hint)"
+    script = "from prepcli.console.unexpected import as_prep_error; print(as_prep_error(KeyError('x')).hint)"
     command = [sys.executable, "-c", f"import tempfile; tempfile.tempdir = '/nonexistent'; {script}"]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
     assert process.stdout == "please report what `PREP_TRACEBACK=1` shows\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 from pathlib import Path
@@ -19,7 +18,6 @@ from prepcli.console.ui import (
     SLABS,
     Report,
     Ui,
-    as_prep_error,
     format_table,
     open_ui,
     printable,
@@ -191,13 +189,6 @@ def test_bug_is_reported_with_a_saved_traceback(tmp_path: Path, monkeypatch: pyt
         f"error: this is a bug in prep\n  why: ValueError: chunk 3 is nowhere\n hint: please report it with {saved}\n"
     )
     assert "test_ui.py" in saved.read_text()
-
-
-def test_full_disk_is_not_reported_as_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    error = as_prep_error(OSError(errno.ENOSPC, "No space left on device", "/data/x"))
-    assert (error.what, error.why) == ("cannot use /data/x", "No space left on device")
-    assert not list(tmp_path.iterdir())
 
 
 def test_traceback_is_printed_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

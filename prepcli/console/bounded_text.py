@@ -1,0 +1,54 @@
+"""Length limits of messages: values and names in them come from users and from untrusted files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from prepcli.errors import PrepError
+
+MAX_WORD_CHARS = 240  # longer than most paths; a longer word is the value of an option or of a file
+SHORT_WORD_CHARS = 100
+MAX_WHAT_CHARS = 400
+MAX_LINE_CHARS = 800  # the list of the keys of a recipe's table is shorter
+MAX_LINES = 24
+MAX_HINT_CHARS = 2000  # a hint may be a command to copy, with the paths of the user
+
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
+
+
+def bounded_error(error: PrepError) -> PrepError:
+    """Return an error whose message is short, however long the values in it are.
+
+    The middle of long words and lines is replaced by an ellipsis. A hint keeps its words, because it may be a command
+    to copy.
+    """
+    return replace(
+        error,
+        what=shorten(bounded_line(error.what), MAX_WHAT_CHARS),
+        why=bounded_lines(error.why),
+        hint=shorten(error.hint, MAX_HINT_CHARS),
+    )
+
+
+def bounded_lines(text: str) -> str:
+    """Return a text with at most MAX_LINES lines; the others are counted."""
+    lines = text.split("\n")
+    shown = [bounded_line(line) for line in lines[:MAX_LINES]]
+    if len(lines) > MAX_LINES:
+        shown.append(f"and {len(lines) - MAX_LINES:,} more lines")
+    return "\n".join(shown)
+
+
+def bounded_line(text: str) -> str:
+    """Return a line with the middle of its long words replaced by an ellipsis, and then its own middle."""
+    words_shortened = _LONG_WORD.sub(lambda match: shorten(match[0], SHORT_WORD_CHARS), text)
+    return shorten(words_shortened, MAX_LINE_CHARS)
+
+
+def shorten(text: str, width: int) -> str:
+    """Return the text, its middle replaced by an ellipsis if it is longer than `width`; the ends identify a name."""
+    if len(text) <= width:
+        return text
+    tail = (width - 1) // 2
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"

@@ -1,0 +1,95 @@
+"""Exceptions other than PrepError as an error for the user: of the machine, out of memory, or a bug in prep."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from prepcli.errors import FAILED, PrepError
+
+BUG = "this is a bug in prep"
+OUT_OF_MEMORY = PrepError(
+    "the system is out of memory",
+    "its limit for the process is below what the command and Python itself need",
+    "a larger limit (`ulimit -v`, the job's memory), or a smaller `--memory` where the command has one",
+)
+TEMPORARY_FOLDER_HINT = "set TMPDIR to a folder on a disk with free space"
+
+# Errors of the machine, not of prep: a full or read-only disk, missing permissions, a broken device, a long name
+_SYSTEM_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ESTALE),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.ENXIO, errno.ENODEV, errno.EBUSY),
+}
+_HINTS = {
+    errno.ENAMETOOLONG: "a shorter name: file systems take at most 255 bytes, and a path has at most 4,095",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "raise the limit of open files (`ulimit -n`)",
+}
+_MEMORY_TEXTS = (  # of libraries that cannot be mapped, and of threads without room for a stack
+    "failed to map segment from shared object",
+    "cannot allocate memory in static TLS block",
+    "Cannot allocate memory",
+    "can't start new thread",
+)
+
+
+def as_prep_error(error: BaseException) -> PrepError:
+    """Return the error in the form that users see. The traceback of an unexpected exception is saved to a file."""
+    if isinstance(error, PrepError):
+        return error
+    if isinstance(error, FileNotFoundError) and error.filename is None and "temporary directory" in str(error):
+        return PrepError("no temporary folder can be written", error.strerror or str(error), TEMPORARY_FOLDER_HINT)
+    if isinstance(error, OSError) and error.errno in _SYSTEM_ERRNOS:
+        return _system_error(error)
+    if any(_is_memory_error(cause) for cause in _causes(error)):
+        return OUT_OF_MEMORY
+    return _bug_error(error)
+
+
+def _system_error(error: OSError) -> PrepError:
+    what = f"cannot use {error.filename}" if error.filename is not None else "the system refused to read or write"
+    return PrepError(what, error.strerror or str(error), _system_hint(error))
+
+
+def _system_hint(error: OSError) -> str:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full and isinstance(error.filename, str) and _is_temporary(Path(error.filename)):
+        return TEMPORARY_FOLDER_HINT
+    return _HINTS.get(error.errno or 0, "")
+
+
+def _is_temporary(path: Path) -> bool:
+    try:
+        return Path(tempfile.gettempdir()) in path.parents
+    except FileNotFoundError:  # the disk of every temporary folder is full
+        return True
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return isinstance(error, ImportError | OSError | RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those that it was raised from, or while they were handled."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def _bug_error(error: BaseException) -> PrepError:
+    text = "".join(traceback.format_exception(error))
+    line = traceback.format_exception_only(error)[-1].strip()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="prep-traceback-", suffix=".txt", delete=False) as file:
+            file.write(text)
+    except OSError:  # no folder is writable
+        return PrepError(BUG, line, "please report what `PREP_TRACEBACK=1` shows", FAILED)
+    return PrepError(BUG, line, f"please report it with {file.name}", FAILED)
