@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
@@ -28,8 +29,11 @@ KEYS_BY_KIND = {
     "init": LAYOUT_KEYS,
     "train": LAYOUT_KEYS | {"step": int, "slots": dict, "others": dict},
 }  # additional required keys by kind
+FILES_KEY = "files"  # records of the files without tensors; see `formats.file_records`
+SIZE_KEY, XXH3_KEY, HEADER_KEY = "bytes", "xxh3", "header"  # of such a record
+DIGEST_KEY = "digest"  # of the manifest itself; outputs of earlier versions have neither of both
 BASE_KEY = "base"  # of adapters: name and digests of the frozen parameters
-OPTIONAL_KEYS = {BASE_KEY: dict}
+OPTIONAL_KEYS = {BASE_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
 SAMPLE_DIGEST_KEY = "sample_digest"  # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
 ADAPTER_KEYS = ("lora", BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
 PREP_KEYS = {
@@ -51,17 +55,32 @@ PREP_KEYS = {
         "casts",
         "packed",
         "checksums",
+        FILES_KEY,
+        DIGEST_KEY,
     ),
 }  # keys that prep writes; further keys of a training step belong to the trainer
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a folder; return None if there is none, raise PrepError if it is invalid."""
+    """Read the manifest of a folder; return None if there is none, raise PrepError if it is invalid or damaged."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
+    manifest = parse_manifest(path, read_small_file(path))
+    if DIGEST_KEY in manifest and manifest[DIGEST_KEY] != manifest_digest(manifest):
+        why = f"its content differs from the digest {manifest[DIGEST_KEY]:.40} that it records"
+        raise DamagedError(f"{path} is damaged", why, accept_hint(folder, MANIFEST_FILE))
+    return manifest
+
+
+def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the content of a manifest file, without a check of its digest.
+
+    Raises:
+        PrepError: It is no manifest, or of another format.
+    """
     try:
-        manifest = json.loads(read_small_file(path))
+        manifest = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
@@ -69,6 +88,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise PrepError(f"{path} has another format", f"it says {stored_format!r}, this prep reads {FORMAT_VERSION}")
     _check_manifest(path, manifest)
     return manifest
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the XXH3-128 of the canonical JSON of a manifest without its digest: sorted keys, no spaces, ASCII."""
+    content = {key: value for key, value in manifest.items() if key != DIGEST_KEY}
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def accept_hint(folder: Path, name: str) -> str:
+    """Return the hint for a file that differs from its record in a manifest."""
+    return f"`prep verify {folder} --accept {name}` if you changed it on purpose, else {GET_AGAIN_HINT}"
 
 
 def foreign_output_error(output: str) -> PrepError:
@@ -92,6 +122,13 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         if not isinstance(manifest.get(key), expected_type):
             why = f"`{key}` is {manifest.get(key)!r:.60}" if key in manifest else f"`{key}` is missing"
             raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
+    if (FILES_KEY in manifest) != (DIGEST_KEY in manifest):
+        why = f"it has only one of `{FILES_KEY}` and `{DIGEST_KEY}`"
+        raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
+    for name, record in manifest.get(FILES_KEY, {}).items():
+        if not _is_file_record(record):
+            why = f"the record of {name!r:.60} has no size and digest"
+            raise DamagedError(f"{path} is broken", why, GET_AGAIN_HINT)
     state_records = (manifest["others"], *manifest["slots"].values()) if manifest["kind"] == "train" else ()
     for records in (manifest["tensors"], *state_records):
         _check_records(path, records)
@@ -110,6 +147,18 @@ def _is_row_digest(value: Any) -> bool:
     return isinstance(value, list) and [type(part) for part in value] == [int, int, str]
 
 
+def _is_file_record(record: Any) -> bool:
+    """Return whether a value is the record of a file."""
+    if not isinstance(record, dict) or type(record.get(SIZE_KEY)) is not int:
+        return False
+    return isinstance(record.get(XXH3_KEY, record.get(HEADER_KEY)), str)
+
+
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the manifest file."""
-    return json.dumps({"format": FORMAT_VERSION, **content}, indent=1).encode() + b"\n"
+    """Return the bytes of the manifest file. One that lists files gets its own digest."""
+    text = json.dumps({"format": FORMAT_VERSION, **content}, indent=1)
+    if FILES_KEY in content:
+        # tuples and keys that are not text become lists and text: the digest is that of the stored content
+        manifest = json.loads(text)
+        text = json.dumps({**manifest, DIGEST_KEY: manifest_digest(manifest)}, indent=1)
+    return text.encode() + b"\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest, find_manifest_folder, read_manifest
@@ -112,3 +114,51 @@ def test_find_manifest_folder_searches_item_and_its_parent(tmp_path):
     (tmp_path / "state" / MANIFEST_FILE).touch()
     assert find_manifest_folder(tmp_path / "state") == tmp_path / "state"
     assert find_manifest_folder(tmp_path / "nothing") == tmp_path / "nothing"
+
+
+LISTED = WHOLE | {"files": {"config.json": {"bytes": 2, "xxh3": "0" * 32}}}
+
+
+def test_encode_manifest_adds_digest_of_canonical_json(tmp_path):
+    manifest = read_manifest(write_manifest(tmp_path, encode_manifest(LISTED | {"mesh": (1, 2)})))
+    assert manifest is not None
+    stored_digest = manifest.pop("digest")
+    assert manifest == {"format": 1, **LISTED, "mesh": [1, 2]}
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    assert stored_digest == xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def test_read_manifest_rejects_every_flipped_bit_of_content(tmp_path):
+    data = encode_manifest(LISTED)
+    intact = read_manifest(write_manifest(tmp_path, data))
+    for position, bit in itertools.product(range(len(data)), range(8)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << bit
+        try:
+            manifest = read_manifest(write_manifest(tmp_path, bytes(flipped)))
+        except PrepError:
+            continue
+        assert manifest == intact, f"bit {bit} of byte {position}"  # white space
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {"config.json": {}}},
+        {"files": {"config.json": {"bytes": "2", "xxh3": "0"}}},
+        {"files": {"config.json": {"bytes": 2}}},
+        {"files": {"config.json": 2}},
+    ],
+)
+def test_read_manifest_checks_types_of_file_records(tmp_path, change: dict[str, object]):
+    with pytest.raises(PrepError, match="is broken"):
+        read_manifest(write_manifest(tmp_path, encode_manifest(WHOLE | change)))
+
+
+@pytest.mark.parametrize("key", ["files", "digest"])
+def test_read_manifest_rejects_files_or_digest_alone(tmp_path, key: str):
+    manifest = json.loads(encode_manifest(LISTED))
+    del manifest[key]
+    with pytest.raises(PrepError, match="it has only one of"):
+        read_manifest(write_manifest(tmp_path, json.dumps(manifest).encode()))

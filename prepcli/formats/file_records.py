@@ -1,0 +1,97 @@
+"""The record of an output's files in its manifest: `files: {path: {bytes, xxh3}}`.
+
+It lists every file without tensors: settings, tokenizers, and the index of an Orbax item. The digests of tensors cover
+the payload of a safetensors or msgpack file; its entry has `header`, the digest of all other bytes, instead of `xxh3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, accept_hint
+from prepcli.formats.untrusted import unreadable_error
+from trainer.files.reading import open_regular_file, resolve_named_path
+
+READ_NBYTES = 1 << 20
+
+FileRecord = dict[str, Any]
+
+
+def record_file(path: Path) -> FileRecord:
+    """Return size and XXH3-128 of a file; raise PrepError if it cannot be read."""
+    state, nbytes = xxhash.xxh3_128(), 0
+    try:
+        with open_regular_file(path) as file:
+            while block := file.read(READ_NBYTES):
+                state.update(block)
+                nbytes += len(block)
+    except OSError as error:
+        raise unreadable_error(path, error) from error
+    return {SIZE_KEY: nbytes, XXH3_KEY: state.hexdigest()}
+
+
+def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Return the records of files, in the order of their names.
+
+    Args:
+        folder: Folder of the output.
+        names: Paths relative to it.
+
+    Raises:
+        PrepError: A file cannot be read.
+    """
+    return {name: record_file(folder / name) for name in sorted(names)}
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
+    """Check the listed files of an output. Files that the manifest does not list are ignored.
+
+    Args:
+        folder: Folder of the manifest.
+        manifest: The manifest; one of an earlier version of prep lists no files.
+        names: Check only those of the listed files.
+
+    Raises:
+        DamagedError: A file differs from its record, or does not exist.
+        PrepError: A file cannot be read, or its path leaves the folder.
+    """
+    for name, record in manifest.get(FILES_KEY, {}).items():
+        is_selected = names is None or name in names
+        if XXH3_KEY in record and is_selected:
+            _check_file(folder, name, record)
+
+
+def _check_file(folder: Path, name: str, record: FileRecord) -> None:
+    path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
+    if not path.exists():
+        raise DamagedError(f"{path} does not exist", "the manifest lists it", accept_hint(folder, name))
+    actual = record_file(path)
+    if any(actual[key] != record[key] for key in (SIZE_KEY, XXH3_KEY)):
+        why = f"it has {_describe(actual)}, the manifest records {_describe(record)}"
+        raise DamagedError(f"{path} is damaged", why, accept_hint(folder, name))
+
+
+def _describe(record: FileRecord) -> str:
+    return f"{record[SIZE_KEY]:,} bytes with the digest {record[XXH3_KEY]:.40}"
+
+
+def check_header(path: Path, manifest: Mapping[str, Any], header_digest: str) -> None:
+    """Check the bytes of a data file that are outside of its tensors.
+
+    Args:
+        path: The file, in the folder of the manifest.
+        manifest: The manifest.
+        header_digest: XXH3-128 of these bytes.
+
+    Raises:
+        DamagedError: They differ from the record.
+    """
+    expected = manifest.get(FILES_KEY, {}).get(path.name, {}).get(HEADER_KEY, header_digest)
+    if header_digest != expected:
+        why = f"its header has the digest {header_digest}, the manifest records {expected:.40}"
+        raise DamagedError(f"{path} is damaged", why, GET_AGAIN_HINT)
