@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
+from prepcli.formats.file_records import check_files, check_header
+from prepcli.formats.manifest import read_manifest
 from prepcli.formats.safetensors import SafetensorsHeader, read_safetensors_header
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous, SourceFile
@@ -47,6 +49,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     if not is_adapter(path):
         raise PrepError(f"{path} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved")
+    check_files(path, read_manifest(path) or {})
     settings = read_config(path / ADAPTER_CONFIG)
     for key, plain_values in PLAIN_VALUES.items():
         if (value := settings.get(key, plain_values[0])) not in plain_values:
@@ -68,7 +71,9 @@ def read_header(path: Path) -> SafetensorsHeader:
     if not (path / ADAPTER_FILE).is_file():
         hint = "PEFT's `save_pretrained` writes it; `adapter_model.bin` is not supported"
         raise PrepError(f"{path} has no {ADAPTER_FILE}", "the tensors of an adapter are read from it", hint)
-    return read_safetensors_header(path / ADAPTER_FILE, 0)
+    header = read_safetensors_header(path / ADAPTER_FILE, 0)
+    check_header(path / ADAPTER_FILE, read_manifest(path) or {}, header.digest)
+    return header
 
 
 def read_lora_config(path: Path, family: Family, config: HFConfig) -> LoraConfig:
