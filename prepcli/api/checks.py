@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from prepcli.api.options import PathLike, SourceOptions, common_options
@@ -20,6 +21,7 @@ def verify(
     against: PathLike | None = None,
     *,
     quick: bool = False,
+    accept: Sequence[PathLike] = (),
     progress: Progress | None = None,
     **options: Unpack[SourceOptions],
 ) -> Verification:
@@ -29,6 +31,7 @@ def verify(
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         against: A second checkpoint; default: the digests in the manifest.
         quick: Compare names, shapes and dtypes only. No value is read.
+        accept: Settings or tokenizer files of the checkpoint that you changed: their new digests are recorded first.
         progress: Receives the bytes read; default: none. See `Progress`.
         **options: See `SourceOptions`.
 
@@ -37,12 +40,16 @@ def verify(
         compared without the padding of the vocabulary, a checkpoint and its digests with it.
 
     Raises:
-        UsageError: An argument is invalid, or `checkpoint` has no digests and `against` is missing.
-        DamagedError: A file is missing, cut short or malformed. Changed values are differences.
+        UsageError: An argument is invalid, `checkpoint` has no digests and `against` is missing, or it records no
+            file of `accept`.
+        DamagedError: A file is missing, cut short or malformed, or a settings file was changed. Changed values are
+            differences.
         PrepError: A checkpoint cannot be read, or the checkpoints are of different families.
     """
     common = common_options(checkpoint, None, options)
-    request = verify_command.VerifyRequest(common, str(against) if against is not None else None, quick)
+    request = verify_command.VerifyRequest(
+        common, str(against) if against is not None else None, quick, (*map(str, accept),)
+    )
     outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)
     fields: Any = outcome.report.fields
     return Verification(

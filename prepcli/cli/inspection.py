@@ -28,6 +28,15 @@ def verify(
     ] = None,
     config: ConfigOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Compare names, shapes and dtypes; read no values.")] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept",
+            metavar="FILE",
+            help="Record the new digest of a settings or tokenizer file that you changed; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     memory: MemoryOption = DEFAULT_MEMORY,
     *,
     hub_options: HubOptions,
@@ -39,6 +48,7 @@ def verify(
     Examples:
       prep verify gpt-neo-1.3B-padded-init
       prep verify gpt-neo-1.3B-padded gpt-neo-1.3B
+      prep verify gpt-neo-1.3B-padded --accept generation_config.json
     """
     from prepcli.commands.conversion import CommonOptions
     from prepcli.commands.verify import VerifyRequest
@@ -56,7 +66,7 @@ def verify(
         config=config,
     )
     with raise_on_signal():
-        return ui.finish(run(VerifyRequest(common, against=against, quick=quick), ui))
+        return ui.finish(run(VerifyRequest(common, against=against, quick=quick, accept=(*(accept or ()),)), ui))
 
 
 @expand_option_groups

@@ -26,7 +26,13 @@ from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
 from prepcli.targets.flax_folder import STREAM_FORMAT, lay_out_flax_folder, with_tied_head
-from prepcli.targets.hf_folder import copied_files, header_entries, index_files, lay_out_weight_files, settings_files
+from prepcli.targets.hf_folder import (
+    copied_small_files,
+    header_entries,
+    index_files,
+    lay_out_weight_files,
+    settings_files,
+)
 from prepcli.targets.streams import (
     TensorTarget,
     VocabResize,
@@ -164,7 +170,7 @@ def plan_copy(request: ExportRequest, source: Source, located: LocatedCheckpoint
         streams=build_streams(source, targets, resize=resize, compared={c.name for c in match.checks}),
         files=weight_files.files,
         small_files=(
-            *settings_files(config, (), extra_files=copied_files(source.small_files, source.root)),
+            *settings_files(config, (), extra_files=copied_small_files(source)),
             *weight_files.index,
         ),
         dropped=(

@@ -22,7 +22,13 @@ from prepcli.planning.slabs import PAGE
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
-from prepcli.targets.hf_folder import FileGroup, copied_files, header_entries, lay_out_weight_files, settings_files
+from prepcli.targets.hf_folder import (
+    FileGroup,
+    copied_small_files,
+    header_entries,
+    lay_out_weight_files,
+    settings_files,
+)
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_padding, output_rows
 from trainer.models.mesh import parse_mesh
 from trainer.models.rules import PARAM_RULES, format_rule
@@ -145,7 +151,7 @@ def plan_pad_vocab(request: PadVocabRequest, source: Source, located: LocatedChe
         source_files=source.file_stamps,
         streams=build_streams(source, targets, resize=resize),
         files=files,
-        small_files=settings_files(config, layouts, extra_files=copied_files(source.small_files, source.root)),
+        small_files=settings_files(config, layouts, extra_files=copied_small_files(source)),
         dropped=(
             *(d for d in match.dropped if d.name in dropped_by_option),
             *dropped_padding(source, targets, resize=resize),

@@ -29,7 +29,7 @@ from prepcli.planning.plan import DroppedTensor, Plan
 from prepcli.planning.vocabulary import Vocabulary
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_rows
-from prepcli.targets.hf_folder import copied_files, settings_files
+from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.orbax_item import OrbaxItemLayout, Partitioning, item_streams, make_item
 from prepcli.targets.streams import OPT_STATE_RULE, VocabResize, dropped_state, vocab_tensor_names
 from trainer.models.axis_map import Row
@@ -164,7 +164,7 @@ def plan_orbax_item(
         small_files=settings_files(
             config,
             (),
-            extra_files=copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/"),
+            extra_files=copied_small_files(source, f"{HF_FOLDER}/"),
             path_prefix=f"{HF_FOLDER}/",
         ),
         leaves=item.leaves,

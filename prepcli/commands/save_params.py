@@ -18,7 +18,7 @@ from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.state_names import PARAMS
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.source import HF_FOLDER, Source
-from prepcli.targets.hf_folder import copied_files, settings_files
+from prepcli.targets.hf_folder import copied_small_files, settings_files
 from prepcli.targets.training_step import plan_training_step
 from trainer.models.checkpoint_store import HostLeaf, LeafSpec
 from trainer.models.param_tree import param_leaves
@@ -105,5 +105,5 @@ def _mismatch_error(source: Source, why: str) -> PrepError:
 
 def _small_files(source: Source, config: Mapping[str, Any]) -> tuple[SmallFile, ...]:
     prefix = f"{HF_FOLDER}/"
-    extra_files = copied_files(source.small_files, source.root, path_prefix=prefix)
+    extra_files = copied_small_files(source, prefix)
     return settings_files(config, (), extra_files=extra_files, path_prefix=prefix)

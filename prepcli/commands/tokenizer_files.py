@@ -80,7 +80,9 @@ def adapter_tokenizer(source: Source) -> tuple[SmallFile, ...]:
         PrepError: A file is a link that leaves the folder.
     """
     names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
-    return copied_files([path for path in source.small_files if path.name in names], source.root)
+    return copied_files(
+        [path for path in source.small_files if path.name in names], source.root, manifest=source.manifest
+    )
 
 
 def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple[SmallFile, ...]:
@@ -91,9 +93,10 @@ def with_adapter_tokenizer(files: tuple[SmallFile, ...], adapter: Path) -> tuple
     """
     names = (*TOKENIZERS, *TOKENIZER_SETTINGS)
     paths = [adapter / name for name in names if (adapter / name).is_file()]
-    if read_manifest(adapter) is None or not any(path.name in TOKENIZERS for path in paths):
+    manifest = read_manifest(adapter)
+    if manifest is None or not any(path.name in TOKENIZERS for path in paths):
         return files
-    return (*(file for file in files if file.path not in names), *copied_files(paths, adapter))
+    return (*(file for file in files if file.path not in names), *copied_files(paths, adapter, manifest=manifest))
 
 
 def _tokenizer_files(recipe: Recipe) -> tuple[SmallFile, ...]:

@@ -28,7 +28,7 @@ from prepcli.sources.folders import Access
 from prepcli.sources.locate import locate
 from prepcli.sources.opening import open_source
 from prepcli.sources.source import CONFIG, HF_FOLDER, Source, SourceTensor, read_config, small_files
-from prepcli.targets.hf_folder import copied_files
+from prepcli.targets.hf_folder import copied_files, copied_small_files
 from prepcli.targets.training_step import StartModel
 from trainer.models.rule_text import merge_rules
 from trainer.planning.model_shapes import recipe_config
@@ -162,7 +162,8 @@ def _open_orbax_start(path: Path, recipe: Recipe, *, verify: bool) -> StartCheck
     folder = reader.folder / HF_FOLDER
     if recipe.data.tokenizer is None:
         return StartCheckpoint(reader, reader.folder, folder)
-    files = copied_files(small_files(folder), reader.folder, path_prefix=f"{HF_FOLDER}/")
+    manifest_folder = find_manifest_folder(reader.folder)
+    files = copied_files(small_files(folder), manifest_folder, manifest=reader.manifest, path_prefix=f"{HF_FOLDER}/")
     model = StartModel(reader.manifest, with_recipe_tokenizer(files, recipe))
     return StartCheckpoint(reader, reader.folder if model.small_files == files else model, folder)
 
@@ -204,7 +205,7 @@ def open_model_start(
     rules = source.tree_manifest.get("rules", ()) if recipe.rules is None else recipe.rules
     reader = open_weights(source, sharding.mesh, merge_rules(rules), verify=verify)
     manifest = start_manifest(source, reader, located.model_name) | {"mesh": str(sharding.mesh), "rules": rules}
-    files = copied_files(source.small_files, source.root, path_prefix=f"{HF_FOLDER}/")
+    files = copied_small_files(source, f"{HF_FOLDER}/")
     return StartCheckpoint(
         reader, StartModel(manifest, with_recipe_tokenizer(files, recipe)), _tokenizer_folder(source)
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from prepcli.commands.accept import accept_files
 from prepcli.commands.conflicts import check_stream
 from prepcli.commands.conversion import CommonOptions, check_config_option, open_checkpoint, source_line
 from prepcli.console.formatting import format_bytes
@@ -23,6 +26,7 @@ from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
 from prepcli.sources.openers.peft_folder import ADAPTER_FAMILY
+from prepcli.sources.references import default_checkpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, stored_rows
 from prepcli.sources.tensor_labels import TensorLabel, label_tensors
 from prepcli.targets.streams import vocab_tensor_names
@@ -38,6 +42,7 @@ class VerifyRequest:
     common: CommonOptions
     against: str | None = None  # other checkpoint; None: compare with the manifest
     quick: bool = False  # read no values
+    accept: tuple[str, ...] = ()  # files that the user changed on purpose; their digests are recorded first
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,23 @@ def verify(request: VerifyRequest, ui: Ui) -> Report:
         Report with the differences. It has an error if there are any.
 
     Raises:
-        PrepError: A checkpoint cannot be read, there are no digests, or the families differ.
+        PrepError: A checkpoint cannot be read, there are no digests, the families differ, or a file to accept is not
+            recorded.
     """
+    accepted = _accept_files(request, ui)
+    report = _verify(request, ui)
+    return replace(report, fields={**report.fields, "accepted": accepted}) if accepted else report
+
+
+def _accept_files(request: VerifyRequest, ui: Ui) -> list[dict[str, Any]]:
+    """Record the digests of the files that the user changed, and return what changed."""
+    if not request.accept:
+        return []
+    checkpoint = request.common.checkpoint
+    return accept_files(checkpoint or f"./{default_checkpoint(Path())}", request.accept, ui)
+
+
+def _verify(request: VerifyRequest, ui: Ui) -> Report:
     located, source = open_checkpoint(request.common, ui, allow_adapters=True)
     ui.note(source_line(source))
     memory_nbytes = request.common.memory_nbytes

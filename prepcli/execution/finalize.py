@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prepcli.console.progress import NullProgress, Progress
 from prepcli.engine.casts import parse_stream_digest, report_casts
+from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import check_no_symlinks, open_no_follow, write_no_follow
 from prepcli.engine.pipeline import PipelineResult
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.execution.block_checksums import collect_checksums
 from prepcli.execution.compress import CompressedChunks, compress_chunks, nbytes_to_compress
 from prepcli.execution.staging import WORK_FOLDER, Staging
-from prepcli.formats.checksums import write_checksums
-from prepcli.formats.manifest import MANIFEST_FILE, encode_manifest
+from prepcli.formats.checksums import CHECKSUMS_FILE, write_checksums
+from prepcli.formats.file_records import FileRecord, record_file, record_files
+from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, encode_manifest
 from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
-from prepcli.planning.plan import OutputLeaf, Plan, SmallFile
+from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.state_names import PARAMS, qualify, split_name
 
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -72,11 +75,35 @@ def finalize_output(
         if plan.leaves:
             data_files = [data_folder(plan, stage.folder) / file.path for file in plan.files]
             extra_fields["checksums"] = write_checksums(stage.folder, collect_checksums(plan, stage, files=data_files))
+        extra_fields[FILES_KEY] = _file_records(plan, stage.folder, compressed.files if compressed else None)
         write_no_follow(
             stage.folder / MANIFEST_FILE, encode_manifest(_build_manifest(plan, run_identity, outcome) | extra_fields)
         )
     except OSError as error:
         raise io_error(Path(error.filename or stage.folder), error) from error
+
+
+def _file_records(plan: Plan, folder: Path, packed_files: Sequence[str] | None) -> dict[str, FileRecord]:
+    """Return the records of all files without tensors, and those of the headers of safetensors and msgpack files.
+
+    Args:
+        plan: The plan of the output.
+        folder: Folder of the output, whose files are complete.
+        packed_files: Names of the data files of a compressed output; None for the plan's.
+    """
+    headers = {} if plan.leaves else {file.path: _header_record(file) for file in plan.files}
+    data_files = packed_files or [file.path for file in plan.files]
+    # the manifest is written later; it has the digest of the checksums, and `--no-verify` does not read them
+    unlisted = {MANIFEST_FILE, CHECKSUMS_FILE, *(Path(plan.item, name).as_posix() for name in data_files)}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    small = {name for name in names - unlisted if not name.startswith(f"{WORK_FOLDER}/")}
+    return headers | record_files(folder, small)
+
+
+def _header_record(file: OutputFile) -> FileRecord:
+    """Return the record of a data file: its size, and the digest of the bytes that do not come from tensors."""
+    constant_bytes = b"".join((file.header, *(data for _, data in file.constant_ranges)))
+    return {SIZE_KEY: file.size, HEADER_KEY: digest(constant_bytes)}
 
 
 def _write_small_file(file: SmallFile, path: Path) -> None:
@@ -87,8 +114,16 @@ def _write_small_file(file: SmallFile, path: Path) -> None:
             open(open_no_follow(path, WRITE_FLAGS), "wb") as target,
         ):
             shutil.copyfileobj(source, target)
+        _check_copy(file, path)
     else:
         write_no_follow(path, file.content)
+
+
+def _check_copy(file: SmallFile, path: Path) -> None:
+    """Raise PrepError if the copied bytes differ from the recorded digest: the file changed after it was checked."""
+    if file.xxh3 and record_file(path)[XXH3_KEY] != file.xxh3:
+        why = "its bytes differ from the digest that its manifest records"
+        raise DamagedError(f"{file.copied_from} is damaged", why, GET_AGAIN_HINT)
 
 
 def _open_without_links(path: str, flags: int) -> int:

@@ -25,7 +25,7 @@ from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_place import RunPlace, StepSave
 from prepcli.execution.step_exports import StepExports
 from prepcli.execution.step_writer import MEMORY_NBYTES
-from prepcli.formats.manifest import PREP_KEYS
+from prepcli.formats.manifest import PREP_KEYS, find_manifest_folder, read_manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
 from prepcli.restore.item_reader import ItemReader, open_reader
@@ -120,7 +120,9 @@ class RunFolder:
         """Return the tokenizer and other files of the model, from the newest step if there is one."""
         if self._hf_folder is None:
             return self._start_files
-        return copied_files(small_files(self._hf_folder), self._hf_folder.parent, path_prefix=f"{HF_FOLDER}/")
+        folder = find_manifest_folder(self._hf_folder.parent)
+        manifest = read_manifest(folder)
+        return copied_files(small_files(self._hf_folder), folder, manifest=manifest, path_prefix=f"{HF_FOLDER}/")
 
     def __enter__(self) -> RunFolder:
         return self

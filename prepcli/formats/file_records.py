@@ -80,6 +80,13 @@ def _describe(record: FileRecord) -> str:
     return f"{record[SIZE_KEY]:,} bytes with the digest {record[XXH3_KEY]:.40}"
 
 
+def recorded_xxh3(path: Path, folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the digest that the manifest in `folder` records for a file; empty if it lists no such file."""
+    if not path.is_relative_to(folder):
+        return ""
+    return manifest.get(FILES_KEY, {}).get(path.relative_to(folder).as_posix(), {}).get(XXH3_KEY, "")
+
+
 def check_header(path: Path, manifest: Mapping[str, Any], header_digest: str) -> None:
     """Check the bytes of a data file that are outside of its tensors.
 

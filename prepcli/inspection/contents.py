@@ -32,6 +32,7 @@ from prepcli.sources.openers.meta_folder import open_meta
 from prepcli.sources.openers.orbax_item import find_config, stored_leaves
 from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.openers.torch_folder import placement_of
+from prepcli.sources.opening import check_local_files
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
 from prepcli.sources.source_hints import NO_HINTS
 from trainer.models.axis_map import Row
@@ -133,6 +134,7 @@ def read_contents(located: LocatedCheckpoint) -> CheckpointContents:
     """
     local_files, display_name = located.local_files, located.display_name
     with local_files.rename_in_errors(display_name):
+        check_local_files(local_files, (CONFIG,))  # the only file besides headers and index that is read
         contents = READERS[located.kind](local_files.path, display_name)
         if local_files.remote is None:
             return contents

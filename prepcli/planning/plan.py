@@ -186,12 +186,14 @@ class SmallFile:
         content: Content of the file, if it is not copied.
         copied_from: Path of the file to copy. It does not affect the plan's digest.
         stamp: Size and modification time of the copied file, so that another file is another plan.
+        xxh3: Recorded digest of the copied file, compared when it is copied; empty if there is none.
     """
 
     path: str
     content: bytes = b""
     copied_from: str = field(default="", repr=False)
     stamp: tuple[int, int] = (0, 0)
+    xxh3: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

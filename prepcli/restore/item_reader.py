@@ -22,6 +22,7 @@ from prepcli.engine.files import PAGE, ByteArray
 from prepcli.engine.fills import numpy_dtype
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.checksums import BlockChecksums, read_checksums
+from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import find_manifest_folder, read_manifest
 from prepcli.formats.orbax import ArrayMeta, chunk_key, find_item
 from prepcli.formats.orbax_read import OrbaxItem, read_item
@@ -56,7 +57,7 @@ def open_reader(
 
     Args:
         path: Folder of the checkpoint.
-        verify: Check every byte read against the recorded checksums, if there are any.
+        verify: Check the listed files, and every byte read against the recorded checksums, if there are any.
         hint: Advice in the error for a damaged checkpoint.
         remote_blobs: The data files of a remote checkpoint, of which the folder has placeholders.
 
@@ -70,6 +71,8 @@ def open_reader(
     item, manifest = read_item(folder), read_manifest(manifest_folder)
     if manifest is None:
         raise PrepError(f"{path} was not written by prep", "it has no manifest that describes the model")
+    if verify and not remote_blobs:  # the files of a remote checkpoint were checked when it was opened as a source
+        check_files(manifest_folder, manifest)
     checksums = read_checksums(manifest_folder, manifest, item.arrays) if verify else None
     return ItemReader(item, manifest, checksums, hint, remote_blobs=remote_blobs)
 

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from prepcli.errors import PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.flax_folder import select_flax_files
+from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.torch_files import select_torch_files
 from prepcli.remote.hub import HubListing, cached_snapshot, list_repository, prepare_hub
@@ -23,6 +24,7 @@ from prepcli.sources.source_hints import CONFIG
 
 SMALL_FILE_PATTERNS = (
     CONFIG,
+    MANIFEST_FILE,
     "generation_config.json",
     "tokenizer*",
     "vocab.*",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from prepcli.formats.file_records import check_files, check_header
+from prepcli.formats.manifest import FILES_KEY, SIZE_KEY, find_manifest_folder, read_manifest
 from prepcli.planning.plan import SourceFile
-from prepcli.remote.placeholders import RemoteCheckpoint
-from prepcli.sources.folders import Kind
+from prepcli.remote.placeholders import SMALL_NBYTES, RemoteCheckpoint
+from prepcli.sources.folders import Kind, LocalFiles
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.openers.flax_tree import open_easylm, open_flax
 from prepcli.sources.openers.meta_folder import open_meta
@@ -38,12 +41,47 @@ def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> 
         config_path: The user's config.json, or a folder with one, if any.
 
     Raises:
-        PrepError: The checkpoint is broken.
+        PrepError: The checkpoint is broken, or a file differs from its record in the manifest.
     """
     local_files, display_name = located.local_files, located.display_name
     with local_files.rename_in_errors(display_name):
+        check_local_files(local_files)
         source = OPENERS[located.kind](local_files.path, display_name, SourceHints(config_path, located.part))
+        _check_headers(source)
         return source if local_files.remote is None else _with_remote_blobs(source, local_files.remote)
+
+
+def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:
+    """Check the files of a checkpoint that its manifest lists, as far as they were fetched.
+
+    Args:
+        local_files: The files.
+        names: Check only those of the listed files.
+
+    Raises:
+        DamagedError: A file differs from its record, or does not exist.
+        PrepError: The manifest is invalid, or a file cannot be read.
+    """
+    folder = find_manifest_folder(local_files.path)
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return
+    records: Mapping[str, Any] = manifest.get(FILES_KEY, {})
+    selected = {*records} if names is None else records.keys() & names
+    if local_files.commit is not None:
+        # only some of the small files of a hub model are fetched
+        selected = {name for name in selected if (folder / name).exists()}
+    if local_files.remote is not None:
+        # larger files are placeholders, and nothing reads them
+        selected = {name for name in selected if records[name][SIZE_KEY] <= SMALL_NBYTES}
+    check_files(folder, manifest, selected)
+
+
+def _check_headers(source: Source) -> None:
+    """Raise DamagedError if the header of a data file differs from its record."""
+    if source.manifest is not None:
+        for stamp in source.file_stamps:
+            check_header(source.root / stamp.path, source.manifest, stamp.digest)
 
 
 def _with_remote_blobs(source: Source, remote: RemoteCheckpoint) -> Source:

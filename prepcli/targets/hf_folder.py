@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prepcli.formats.file_records import recorded_xxh3
 from prepcli.formats.safetensors import INDEX_FILE, SINGLE_FILE
 from prepcli.formats.safetensors_layout import LayoutEntry, SafetensorsLayout, encode_index, lay_out_files
 from prepcli.planning.plan import Contiguous, OutputFile, SmallFile
@@ -48,15 +49,36 @@ def lay_out_weight_files(
     return files, places, layouts
 
 
-def copied_files(paths: Iterable[Path], root: Path, *, path_prefix: str = "") -> tuple[SmallFile, ...]:
-    """Return files to copy unchanged from the checkpoint `root`. PrepError for a link that leaves it."""
-    return tuple(_copied_file(path, resolve_small_file(path, root), path_prefix) for path in paths)
+def copied_files(
+    paths: Iterable[Path], root: Path, *, manifest: Mapping[str, Any] | None = None, path_prefix: str = ""
+) -> tuple[SmallFile, ...]:
+    """Return files to copy unchanged from a checkpoint.
+
+    Args:
+        paths: The files.
+        root: Folder of the checkpoint.
+        manifest: Manifest in `root`, if any: copies of files that it lists are compared with their records.
+        path_prefix: Put before the names in the output.
+
+    Raises:
+        PrepError: A file is a link that leaves the checkpoint.
+    """
+    return tuple(_copied_file(path, root, manifest or {}, path_prefix) for path in paths)
 
 
-def _copied_file(path: Path, real_path: Path, path_prefix: str) -> SmallFile:
+def copied_small_files(source: Source, path_prefix: str = "") -> tuple[SmallFile, ...]:
+    """Return the small files of a source, to copy them; see `copied_files`."""
+    return copied_files(source.small_files, source.root, manifest=source.manifest, path_prefix=path_prefix)
+
+
+def _copied_file(path: Path, root: Path, manifest: Mapping[str, Any], path_prefix: str) -> SmallFile:
+    real_path = resolve_small_file(path, root)
     file_stat = real_path.stat()
     return SmallFile(
-        path_prefix + path.name, copied_from=str(real_path), stamp=(file_stat.st_size, file_stat.st_mtime_ns)
+        path_prefix + path.name,
+        copied_from=str(real_path),
+        stamp=(file_stat.st_size, file_stat.st_mtime_ns),
+        xxh3=recorded_xxh3(path, root, manifest),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import DamagedError, PrepError
+from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
 from prepcli.formats.safetensors import ADAPTER_FILE, ADAPTER_HINT, SafetensorsHeader, read_safetensors_header
 from prepcli.planning.accounting import TensorNames
@@ -46,8 +47,10 @@ def read_checked_header(path: Path) -> tuple[SafetensorsHeader, Mapping[str, Any
     Raises:
         PrepError: A file is missing or broken, or the header differs from the manifest.
     """
-    header, manifest = read_header(path), read_manifest(path)
+    header = read_header(path)
+    manifest = read_manifest(path)
     if manifest is not None:
+        check_header(path / ADAPTER_FILE, manifest, header.digest)
         _check_records(path, header, manifest["tensors"])
     return header, manifest
 

@@ -15,6 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 from prepcli.errors import PrepError
+from prepcli.formats.file_records import check_files
+from prepcli.formats.manifest import read_manifest
 from prepcli.planning.tensors import FileTensor
 from prepcli.sources.openers.peft_folder import ADAPTER_CONFIG, is_adapter, read_checked_header
 from prepcli.sources.source import read_config
@@ -83,6 +85,7 @@ def read_settings(folder: Path) -> PeftSettings:
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
         raise PrepError(f"{folder} is not an adapter", f"it has no {ADAPTER_CONFIG}", "a folder that PEFT saved")
+    check_files(folder, read_manifest(folder) or {})
     content = read_config(path)
     for key, plain_values in PLAIN_VALUES.items():
         value = content.get(key, plain_values[0])

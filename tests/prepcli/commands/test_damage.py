@@ -12,6 +12,7 @@ from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED
 from prepcli.formats.checksums import CHECKSUMS_FILE
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.manifests import changed_manifest, remove_file_records
 from tests.helpers.run_cli import run_ok
 from tests.prepcli.restore.test_checked_reads import chunk_locations
 
@@ -44,10 +45,9 @@ def run_error_and_notes(capsys: pytest.CaptureFixture[str], code: int, *words: s
 
 def remove_checksums(folder: Path) -> Path:
     """Change a checkpoint to the format of earlier versions, without checksums."""
-    path = folder / "prep-manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["checksums"]
-    path.write_text(json.dumps(manifest))
+    with changed_manifest(folder) as manifest:
+        del manifest["checksums"]
+    remove_file_records(folder)
     (folder / CHECKSUMS_FILE).unlink()
     return folder
 

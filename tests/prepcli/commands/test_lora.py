@@ -16,6 +16,7 @@ from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
 from prepcli.inspection.run_record import ENVIRONMENT_FILE
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.training_folder import make_training_folder
 
 LORA = '\n[lora]\nrank = 4\ntargets = ["attn.q", "attn.v", "mlp.*"]\n'
@@ -162,10 +163,10 @@ def test_merge_takes_its_base_in_other_formats(adapter: Path):
 
 def test_merge_takes_adapters_without_a_digest(adapter: Path):
     other_model(row=0)
-    manifest = adapter / MANIFEST_FILE
-    manifest.write_text(manifest.read_text().replace('"sample_digest"', '"unknown"'))
+    with changed_manifest(adapter) as manifest:
+        del manifest["base"]["sample_digest"]
     assert main(["merge", "adapter", "other", "--out", "merged", "-q"]) == OK
-    manifest.unlink()
+    (adapter / MANIFEST_FILE).unlink()
     assert main(["merge", "adapter", "other", "--out", "merged", "--overwrite", "-q"]) == OK
 
 

@@ -12,6 +12,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, LLAMA, make_checkpoint, read_tensors
 from tests.helpers.training_folder import WORDS, write_tokenizer
 from tests.prepcli.commands.test_train import (
@@ -165,9 +166,8 @@ def test_mismatch_of_data_and_model_is_rejected(work_dir: Path, capsys: pytest.C
 
 def change_init_config(**changes: int | None) -> None:
     """Change keys of the config in the init's manifest."""
-    manifest = Path("tiny-init/prep-manifest.json")
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"config": content["config"] | changes}))
+    with changed_manifest(Path("tiny-init")) as manifest:
+        manifest["config"] |= changes
 
 
 def test_missing_eos_token_is_a_warning(work_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.console.formatting import format_bytes
 from prepcli.restore.item_reader import open_reader
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import GPT2, GPT_NEO, LLAMA, make_checkpoint, read_tensors, same_bits
@@ -216,10 +217,8 @@ def test_verify_finds_flipped_bit_in_state(work_dir: Path, capsys: Capture, leaf
 
 
 def test_verify_checks_scalars(work_dir: Path, capsys: Capture):
-    manifest = Path("tuned/5/prep-manifest.json")
-    content = json.loads(manifest.read_text())
-    content["others"]["skipped"]["digests"] = content["others"]["step"]["digests"]
-    manifest.write_text(json.dumps(content))
+    with changed_manifest(Path("tuned/5")) as manifest:
+        manifest["others"]["skipped"]["digests"] = manifest["others"]["step"]["digests"]
     _, err = run_stdout_stderr(capsys, "verify", "tuned", code=1)
     assert "differs  skipped  rows 0:1 do not match the digest" in err
 

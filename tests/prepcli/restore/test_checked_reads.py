@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
@@ -24,6 +23,7 @@ from prepcli.planning.boxes import full_box
 from prepcli.planning.checksum_blocks import chunk_blocks, number_blocks
 from prepcli.restore import item_reader
 from prepcli.restore.item_reader import DamagedLeafError, ItemReader, open_reader
+from tests.helpers.manifests import changed_manifest
 from tests.helpers.orbax_items import write_item
 from tests.helpers.run_cli import run_ok
 from tests.helpers.slow_cases import slow_except
@@ -205,16 +205,11 @@ def test_checksums_do_not_depend_on_file_layout(model: Path, tmp_path: Path):
     assert {*files} == {files[0]}
 
 
-def set_checksum_field(path: Path, key: str, value: object) -> None:
-    manifest = json.loads(path.read_text())
-    manifest["checksums"][key] = value
-    path.write_text(json.dumps(manifest))
-
-
 @pytest.mark.parametrize("key", ["file", "method", "block", "digest"])
 def test_open_reader_rejects_unknown_checksum_fields(model: Path, tmp_path: Path, key: str):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
-    set_checksum_field(tmp_path / "init/prep-manifest.json", key, "other")
+    with changed_manifest(tmp_path / "init") as manifest:
+        manifest["checksums"][key] = "other"
     with pytest.raises(PrepError, match=rf"{CHECKSUMS_FILE} (has another format|is damaged).*`--no-verify`"):
         open_reader(tmp_path / "init")
     open_reader(tmp_path / "init", verify=False).close()
@@ -235,10 +230,8 @@ def test_open_reader_rejects_damaged_or_missing_checksums(model: Path, tmp_path:
 
 def test_open_reader_accepts_an_item_without_checksums(model: Path, tmp_path: Path):
     run_ok("save-init", str(model), "--out", str(tmp_path / "init"))
-    path = tmp_path / "init/prep-manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["checksums"]
-    path.write_text(json.dumps(manifest))
+    with changed_manifest(tmp_path / "init") as manifest:
+        del manifest["checksums"]
     (tmp_path / "init" / CHECKSUMS_FILE).unlink()
     with open_reader(tmp_path / "init") as reader:
         assert not reader.is_checked

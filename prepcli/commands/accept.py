@@ -1,0 +1,144 @@
+"""`prep verify OUTPUT --accept FILE`: record the new digest of a file that the user changed on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prepcli.console.lists import join_names
+from prepcli.console.ui import Ui
+from prepcli.errors import PrepError, usage_error
+from prepcli.formats.file_records import record_file
+from prepcli.formats.manifest import (
+    DIGEST_KEY,
+    FILES_KEY,
+    HEADER_KEY,
+    KEYS_BY_KIND,
+    MANIFEST_FILE,
+    SIZE_KEY,
+    STATE_ITEM,
+    XXH3_KEY,
+    encode_manifest,
+    find_manifest_folder,
+    manifest_digest,
+    parse_manifest,
+)
+from prepcli.formats.untrusted import read_small_file
+from prepcli.sources.references import LocalPath, RunStep, parse_reference
+from prepcli.sources.source import CONFIG, HF_FOLDER, read_config
+from trainer.files.writing import write_file
+
+MODEL_CONFIGS = (CONFIG, f"{HF_FOLDER}/{CONFIG}", f"{STATE_ITEM}/{HF_FOLDER}/{CONFIG}")  # in a folder, init and step
+MAX_SHOWN = 6
+
+
+def accept_files(checkpoint: str, files: Sequence[str], ui: Ui) -> list[dict[str, Any]]:
+    """Record the present bytes of files in the manifest of an output.
+
+    A file that no longer exists is taken off the record. A changed config.json replaces the one in the manifest, which
+    describes the model.
+
+    Args:
+        checkpoint: A local output of prep.
+        files: Paths of listed files, relative to the output or to the working directory, or their ends.
+        ui: Receives a line per file.
+
+    Returns:
+        The name of each file with its old and new size and digest, and the changed keys of a config.
+
+    Raises:
+        UsageError: The checkpoint is not a local output that records its files, or it lists no such file.
+        PrepError: A file cannot be read, or the manifest cannot be written.
+    """
+    folder = _output_folder(checkpoint)
+    manifest = parse_manifest(folder / MANIFEST_FILE, read_small_file(folder / MANIFEST_FILE))
+    if FILES_KEY not in manifest:
+        why = "it was written by an earlier version of prep, which recorded no digests of small files"
+        raise usage_error(f"`--accept` has no effect for {checkpoint}", why, "remove `--accept`")
+    names = [_recorded_name(folder, manifest, file) for file in files]
+    changes = [_accept(folder, manifest, name) for name in dict.fromkeys(names)]
+    try:
+        write_file(folder / MANIFEST_FILE, encode_manifest(manifest))
+    except OSError as error:
+        raise PrepError(f"cannot write {folder / MANIFEST_FILE}", error.strerror or str(error)) from error
+    for change in changes:
+        ui.note(_describe(change))
+    return changes
+
+
+def _output_folder(checkpoint: str) -> Path:
+    """Return the folder with the manifest of a local output."""
+    reference = parse_reference(checkpoint)
+    if not isinstance(reference, LocalPath | RunStep):
+        raise usage_error(f"`--accept` needs a local output, not {checkpoint}", "it changes the manifest", "a folder")
+    folder = find_manifest_folder(reference.path)
+    if not (folder / MANIFEST_FILE).is_file():
+        raise usage_error(f"`--accept` has no effect for {checkpoint}", f"it has no {MANIFEST_FILE}")
+    return folder
+
+
+def _recorded_name(folder: Path, manifest: Mapping[str, Any], file: str) -> str:
+    """Return the name of a file of settings that the user named by its path or by the end of it."""
+    names = [MANIFEST_FILE, *_settings_files(manifest)]
+    path = Path(file).absolute()
+    if path.is_relative_to(folder.absolute()):
+        file = path.relative_to(folder.absolute()).as_posix()
+    candidates = [name for name in names if f"/{name}".endswith(f"/{file}")]
+    if len(candidates) != 1:
+        why = f"its settings and tokenizer files are {join_names(names[1:], max_names=MAX_SHOWN)}"
+        raise usage_error(f"{folder} records no file `{file}`", why, "`--accept` with one of these names")
+    return candidates[0]
+
+
+def _settings_files(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the recorded files without tensors, and of an Orbax item without its index and metadata."""
+    names = [name for name, record in manifest[FILES_KEY].items() if HEADER_KEY not in record]
+    if manifest["kind"] in KEYS_BY_KIND:
+        names = [name for name in names if HF_FOLDER in name.split("/")[:-1]]
+    return names
+
+
+def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
+    """Change the record of one file, and return what changed."""
+    if name == MANIFEST_FILE:
+        old_digest, new_digest = manifest[DIGEST_KEY], manifest_digest(manifest)
+        return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
+    records = manifest[FILES_KEY]
+    old = records[name]
+    if HEADER_KEY in old:
+        why = "it holds tensors, which have digests of their own"
+        raise usage_error(
+            f"{folder / name} cannot be accepted", why, "convert the changed checkpoint into a new output"
+        )
+    change: dict[str, Any] = {"file": name}
+    if (folder / name).exists():
+        new: Mapping[str, Any] = record_file(folder / name)
+        records[name] = new
+        if name in MODEL_CONFIGS:
+            config = read_config(folder / name)
+            change["keys"] = _changed_keys(manifest["config"], config)
+            manifest["config"] = config
+    else:
+        new = {SIZE_KEY: None, XXH3_KEY: None}
+        del records[name]
+    return change | {key: {"old": old[key], "new": new[key]} for key in (SIZE_KEY, XXH3_KEY)}
+
+
+def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Collection[str]:
+    """Return the keys of a config whose values differ."""
+    missing = object()
+    return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
+
+
+def _describe(change: Mapping[str, Any]) -> str:
+    """Describe an accepted file: `accepted hf/config.json: 612 -> 613 bytes, xxh3 1c… -> 8f…; changed: rope_theta`."""
+    name, digests, sizes = change["file"], change[XXH3_KEY], change.get(SIZE_KEY)
+    if digests["new"] is None:
+        return f"accepted {name}: it was removed, and is no longer recorded"
+    if digests["old"] == digests["new"]:
+        return f"accepted {name}: it is unchanged"
+    size = f"{sizes['old']:,} -> {sizes['new']:,} bytes, " if sizes else ""
+    keys = change.get("keys", ())
+    suffix = f"; changed: {join_names(keys, max_names=MAX_SHOWN)}" if keys else ""
+    return f"accepted {name}: {size}xxh3 {digests['old']:.32} -> {digests['new']}{suffix}"
