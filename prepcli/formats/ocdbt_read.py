@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError
 from prepcli.formats.ocdbt import MANIFEST_MAGIC, NODE_MAGIC, OCDBT_MANIFEST, OcdbtEntry, ValueLocation
 from prepcli.formats.ocdbt_decode import UINT64_MAX, BodyReader, decode_frame, decode_keys, iter_ints
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
+from trainer.files.reading import resolve_named_path
 
 MAX_MANIFEST_NBYTES = 16 << 20
 MAX_INDEX_NBYTES = 256 << 20  # total decompressed size of all nodes
@@ -148,11 +149,10 @@ def _read_file_table(body: BodyReader, folder: Path, base_path: bytes) -> list[_
 
 
 def _decode_inner_path(folder: Path, stored: bytes) -> str:
+    """Return the path of a data file relative to the folder; raise PrepError if it is not inside."""
     path = stored.decode(errors="replace")
-    if path.startswith("/") or ".." in path.split("/") or "\0" in path:
-        raise PrepError(
-            f"the index of {folder} refers to {quote_name(path)}", "data files must lie inside the checkpoint"
-        )
+    if path:  # a table may have an entry without a name, which nothing refers to
+        resolve_named_path(folder, path, f"the index of {folder}")
     return path
 
 

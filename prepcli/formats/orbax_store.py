@@ -23,6 +23,7 @@ from prepcli.formats.ocdbt import ValueLocation
 from prepcli.formats.ocdbt_read import read_ocdbt_index
 from prepcli.formats.untrusted import list_folder, quote_name, read_bytes, stat_file
 from prepcli.formats.zarr import ZARR_JSON, ZARRAY, ChunkIndex, ZarrArray, ZarrSharding, broken_document_error
+from trainer.files.reading import resolve_named_path
 
 MAX_VALUES = 1 << 21  # values of an item: far above any model; a small malicious index may claim more
 MAX_DOCUMENT_NBYTES = 1 << 20
@@ -88,9 +89,7 @@ class OrbaxStore:
 
     def _iter_folders(self, names: Iterable[str]) -> Iterator[tuple[str, str, StoredValue]]:
         for name in names:
-            if not name or {"", ".", ".."} & {*name.split("/")} or "\0" in name:
-                raise PrepError(f"{quote_name(name)} cannot name a folder of {self.folder}", "it would lie outside")
-            folder = self.folder / name
+            folder = resolve_named_path(self.folder, name, f"the tree of {self.folder}")
             for key in _iter_files(folder):
                 nbytes = stat_file(folder / key).st_size
                 yield name, key, StoredRange(self._file_number(f"{name}/{key}"), 0, nbytes)

@@ -13,6 +13,7 @@ from pathlib import Path
 from prepcli.console.lists import join_names
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.untrusted import parse_json, quote_name, stat_file, unreadable_error
+from trainer.files.reading import resolve_named_path
 
 MAX_INDEX_NBYTES = 100_000_000
 _NUMBERED_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.([^.]+)", re.ASCII)
@@ -38,11 +39,14 @@ def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
     try:
         if stat.st_size > MAX_INDEX_NBYTES:
             raise ValueError(f"it has {stat.st_size:,} bytes, the limit is {MAX_INDEX_NBYTES:,}")
-        return _parse_weight_map(parse_json(path.read_bytes()), suffix)
+        weight_map = _parse_weight_map(parse_json(path.read_bytes()), suffix)
     except OSError as error:
         raise unreadable_error(path, error) from error
     except ValueError as error:
         raise DamagedError(f"{path} is not a usable index", str(error), download_again_hint(path)) from error
+    for name in {*weight_map.values()}:
+        resolve_named_path(path.parent, name, path)
+    return weight_map
 
 
 def list_indexed_files(folder: Path, weight_map: Mapping[str, str]) -> list[str]:

@@ -36,6 +36,7 @@ from prepcli.remote.remote_files import (
     read_range,
 )
 from prepcli.remote.retries import map_in_daemon_threads
+from trainer.files.reading import resolve_named_path
 from trainer.files.writing import replacing_file
 
 DOWNLOAD_PIECE_NBYTES = 8 << 20
@@ -114,10 +115,9 @@ def placeholder_path(folder: Path, file: RemoteFile) -> Path:
     """
     parts = PurePosixPath(file.path).parts
     is_plain = file.path.isprintable() and len(file.path.encode()) <= MAX_PATH_NBYTES
-    leaves_folder = file.path.startswith("/") or ".." in parts
-    if not parts or not is_plain or leaves_folder or max(map(len, parts)) > MAX_NAME_CHARS:
-        raise PrepError(f"{file.path!a} is an invalid file name", "it leaves the checkpoint's folder, or is too long")
-    return folder.joinpath(*parts)
+    if not is_plain or max(map(len, parts), default=0) > MAX_NAME_CHARS:
+        raise PrepError(f"{file.path!a} is an invalid file name", "it is too long, or has unprintable characters")
+    return resolve_named_path(folder, file.path, "the list of files")
 
 
 def write_small_file(folder: Path, file: RemoteFile, content: bytes) -> None:

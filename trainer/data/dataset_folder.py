@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.files import io_error
+from trainer.files.reading import read_regular_file, resolve_named_path
 from trainer.models.errors import PrepError, usage_error
 
 DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
@@ -30,11 +31,13 @@ def dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     """
     if is_dataset_dict(folder):
         splits = _read_value(folder / DICT_FILE, "splits")
-        folder = folder / choose_split(str(folder), splits, split)
-    if not (folder / STATE_FILE).is_file():
+        name = choose_split(str(folder), splits, split)
+        folder = resolve_named_path(folder, name, folder / DICT_FILE)
+    state = folder / STATE_FILE
+    if not state.is_file():
         return None
-    files = _read_value(folder / STATE_FILE, "_data_files")
-    return [folder / _file_name(folder, file) for file in files]
+    files = _read_value(state, "_data_files")
+    return [resolve_named_path(folder, _file_name(state, file), state) for file in files]
 
 
 def choose_split(name: str, splits: list[Any], split: str | None) -> str:
@@ -61,9 +64,11 @@ def choose_split(name: str, splits: list[Any], split: str | None) -> str:
 def _read_value(path: Path, key: str) -> list[Any]:
     """Return a list of a JSON file."""
     try:
-        value = json.loads(path.read_bytes())[key]
+        value = json.loads(read_regular_file(path))[key]
     except OSError as error:
         raise io_error(path, error) from error
+    except RecursionError as error:
+        raise _malformed_error(path, "its JSON is nested too deeply") from error
     except (ValueError, KeyError, TypeError) as error:
         raise _malformed_error(path, f"it has no `{key}`") from error
     if not isinstance(value, list):
@@ -71,10 +76,10 @@ def _read_value(path: Path, key: str) -> list[Any]:
     return value
 
 
-def _file_name(folder: Path, file: Any) -> str:
+def _file_name(state: Path, file: Any) -> str:
     name = file.get("filename") if isinstance(file, dict) else None
     if not isinstance(name, str) or Path(name).name != name:
-        raise _malformed_error(folder / STATE_FILE, f"`_data_files` has {file!r:.60}")
+        raise _malformed_error(state, f"`_data_files` has {file!r:.60}")
     return name
 
 

@@ -78,15 +78,17 @@ def read_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[byt
                 yield b""
 
 
-def resolve_named_path(folder: Path, name: object, named_by: Path) -> Path:
+def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path:
     """Return the path of a file or folder inside `folder` that another file names.
 
-    Every name that prep reads from a file and opens passes through this function.
+    Every name that prep reads from a file or a listing and opens passes through this function. Links in the folder
+    are followed: only who may write to the folder can make one, and the files are parsed. Files that are copied
+    unparsed have stricter rules (`prepcli.sources.symlinks`).
 
     Args:
         folder: Folder that the name is relative to.
         name: The name, as read, e.g. `"train/data-00000.arrow"`.
-        named_by: The file that has the name, for the error message.
+        named_by: The file or the listing that has the name, for the error message.
 
     Raises:
         PrepError: The name is not text, is absolute, has a `..` or NUL, or is the folder itself.
@@ -108,5 +110,5 @@ def not_regular_error(path: Path) -> PrepError:
     return PrepError(f"{path} is not a file", "it is a folder, FIFO, device or socket", "replace it by a file")
 
 
-def _unsafe_name_error(named_by: Path, name: object, why: str) -> PrepError:
+def _unsafe_name_error(named_by: Path | str, name: object, why: str) -> PrepError:
     return PrepError(f"{named_by} names {name!r:.100}", f"it {why}", "correct the file, or get it again")

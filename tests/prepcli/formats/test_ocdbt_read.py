@@ -136,7 +136,7 @@ def test_read_ocdbt_index_rejects_missing_manifest(tmp_path):
 @pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "d/../../outside", "d/\0"])
 def test_path_outside_the_folder_is_rejected(tmp_path, path):
     write_entries(tmp_path, {b"k": ValueLocation(path, 0, 1)})
-    with pytest.raises(PrepError, match="refers to"):
+    with pytest.raises(PrepError, match="the index of .* names"):
         list(read_ocdbt_index(tmp_path))
 
 
@@ -339,7 +339,7 @@ def test_mutated_leaf_matches_tensorstore_or_is_rejected(tmp_path_factory, bodie
         try:
             entries = list(read_ocdbt_index(folder))
         except PrepError as error:
-            outside = "must lie inside" in error.why
+            outside = "is not inside" in error.why or "is not a file name" in error.why
             assert height or outside or tensorstore_entries(folder, len(frame)) is None
         else:
             assert height == 0

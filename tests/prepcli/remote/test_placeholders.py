@@ -154,7 +154,7 @@ def test_placeholder_path_stays_in_the_folder(name: str):
     "name", ["", "/etc/passwd", "../x", "a/../../x", "a\0b", "x" * 300, "a/" * 600 + "b", "\ud800"]
 )
 def test_placeholder_path_rejects_invalid_names(name: str):
-    with pytest.raises(PrepError, match="invalid file name"):
+    with pytest.raises(PrepError, match=r"invalid file name|it is not (a file name|inside /folder)"):
         placeholder_path(Path("/folder"), RemoteFile(name, 0, ""))
 
 

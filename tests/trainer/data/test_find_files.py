@@ -168,6 +168,28 @@ def test_malformed_saved_dataset_is_an_error(tmp_path: Path, text: str):
         find_files([str(tmp_path)], "auto")
 
 
+@pytest.mark.parametrize("split", ["../private", "/etc", "train/../../private", "a\0b", "."])
+def test_split_outside_of_a_saved_dataset_is_refused(tmp_path: Path, split: str):
+    write_dataset(tmp_path / "private", ["data.arrow"])
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": [split]}))
+    with pytest.raises(PrepError, match=r"dataset_dict\.json names .* - it is not (inside|a file name)"):
+        find_files([str(tmp_path / "saved")], "auto")
+
+
+def test_nul_in_a_file_name_of_a_saved_dataset_is_refused(tmp_path: Path):
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a\\u0000.arrow"}]}')
+    with pytest.raises(PrepError, match=r"state\.json names .* - it is not a file name"):
+        find_files([str(tmp_path)], "auto")
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(PrepError, match=rf"{name} is malformed - its JSON is nested too deeply"):
+        find_files([str(tmp_path)], "auto")
+
+
 def test_library_datasets_writes_the_files_that_are_read(tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     part = datasets.Dataset.from_dict({"text": ["the cat", "the hat sat"] * 4})
