@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
-from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from trainer.recipe.formatting import to_toml
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
-ENVIRONMENT_FILE = "environment.json"
 SAMPLES_FILE = "samples.jsonl"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
 MAX_NUMBER = 1e300  # larger integers are not floats, and axes cannot show them
