@@ -22,7 +22,7 @@ from prepcli.console.stdio import (
 )
 from prepcli.console.ui import Report, Ui, open_ui, stdout_error
 from prepcli.errors import FAILED, INTERRUPTED, OK, STOPPED, PrepError, usage_error
-from prepcli.execution.signals import Interrupted, Stopped, die_with_parent, notes_of
+from prepcli.execution.signals import Interrupted, Stopped, die_with_parent, notes_of, raise_on_signal
 from trainer.models.suggest import suggest
 
 
@@ -49,7 +49,8 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(args: Sequence[str], ui: Ui) -> int:
     try:
         die_with_parent()
-        code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
+        with raise_on_signal():
+            code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
         error = _stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped))
         return ui.finish(Report(error=error, process=process_of(stopped)))

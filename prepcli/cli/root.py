@@ -13,11 +13,10 @@ To add a command:
                   output_options: OutputOptions, progress: ProgressOption = "auto") -> int:
         from prepcli.commands.pad_vocab import PadVocabRequest, pad_vocab
         ui = output_options.open_console("pad-vocab", progress)
-        with raise_on_signal():                             # conversions only: SIGTERM and SIGUSR1 exit with code 75
-            return ui.finish(pad_vocab(PadVocabRequest(_common_options(context, checkpoint, write_options), …), ui))
+        return ui.finish(pad_vocab(PadVocabRequest(_common_options(context, checkpoint, write_options), …), ui))
 
-These functions catch no exceptions: `cli.main` turns each exception into a message and an exit code. Slow imports
-(numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
+These functions catch no exceptions: `cli.main` turns each exception and signal into a message and an exit code. Slow
+imports (numpy, jax, huggingface_hub, rich …) are not allowed at the top of these files or of the modules they import.
 """
 
 from __future__ import annotations

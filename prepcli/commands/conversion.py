@@ -184,7 +184,7 @@ def _run_to_folder(
     _check_output_location(out, source)
     ui.note(source_line(source))
     if unsupported_reason := unsupported_model_reason(source):
-        ui.note(f"{source.display_name} can be converted, but not trained or sampled from: {unsupported_reason}")
+        ui.warn(f"{source.display_name} can be converted, but not trained or sampled from: {unsupported_reason}")
     for line in planned.notes:
         ui.note(line)
     note_plan_details(planned.plan, ui)

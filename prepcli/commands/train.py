@@ -88,6 +88,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     silence_jax(ui)
     from trainer.distributed.exact_backend import start_exact_backend
     from trainer.distributed.sharding import catch_out_of_memory
+    from trainer.distributed.start import check_local_devices
 
     group = connect_processes(loaded.recipe)
     process = group.index if group.count > 1 else None
@@ -105,6 +106,8 @@ def train(request: TrainRequest, ui: Ui) -> Report:
         compare_settings(group, loaded.recipe, _shared_options(request), process_ui)
         if loaded.recipe.train.reduction == "exact":
             start_exact_backend()
+        if loaded.recipe.cluster.n_local_devices is not None:
+            check_local_devices(loaded.recipe.cluster.n_local_devices)
         job = JobContext(group, process_ui, enter_phase)
         return replace(_train_in_group(loaded, place, request, job=job), process=process)
 

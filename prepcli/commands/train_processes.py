@@ -42,8 +42,10 @@ def connect_processes(recipe: Recipe) -> ProcessGroup:
     Raises:
         PrepError: A process did not start in time.
     """
-    from trainer.distributed.start import start_processes
+    from trainer.distributed.start import request_local_devices, start_processes
 
+    if recipe.cluster.n_local_devices is not None:
+        request_local_devices(recipe.cluster.n_local_devices)
     cluster, address = recipe.cluster, process_address(recipe.cluster.process_settings, os.environ)
     return start_processes(
         address

@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prepcli.errors import PrepError
 from prepcli.formats.manifest import MANIFEST_FILE, STATE_ITEM, read_manifest
 from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 
 EVAL_LOSS, EVAL_SEQUENCES = "eval_loss", "eval_sequences"  # keys of a step's manifest
-RECIPE_FILE = "recipe.toml"  # of each run
+RECIPE_FILE, ENVIRONMENT_FILE = "recipe.toml", "environment.json"  # of each run, from its first start on
 STEP_NAME = re.compile("0|[1-9][0-9]{0,17}")
 LISTED_MANIFEST = re.compile(f"({STEP_NAME.pattern})/{re.escape(MANIFEST_FILE)}")
 
@@ -37,6 +38,18 @@ def saved_steps(run: Path) -> list[int]:
     except OSError as error:
         raise unreadable_error(run, error) from error
     return sorted(int(name) for name in names if _is_step(run / name))
+
+
+def is_begun_run(names: Collection[str]) -> bool:
+    """Return whether a folder or prefix with these names is a training run; it may have no step yet."""
+    return RECIPE_FILE in names and ENVIRONMENT_FILE in names
+
+
+def no_step_error(run: str) -> PrepError:
+    """Return the error for a run without a checkpoint."""
+    hint = f"`prep train RECIPE --out {run}` continues it"
+    why = "a run is a checkpoint from its first saved step on"
+    return PrepError(f"no step of the run {run} is saved yet", why, hint)
 
 
 def _is_step(folder: Path) -> bool:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError
-from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
 from trainer.files.reading import read_regular_file
 from trainer.recipe.formatting import to_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile
 
-ENVIRONMENT_FILE = "environment.json"
 SAMPLES_FILE = "samples.jsonl"
 RECORD_FILES = frozenset({RECIPE_FILE, METRICS_FILE, SAMPLES_FILE, ENVIRONMENT_FILE})
 # Limits of the texts on a page

@@ -14,6 +14,7 @@ from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, parse_json
@@ -196,6 +197,8 @@ def _find_quantisation(config: Any) -> str:
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:
     """Return the error for a folder with no file of a known format."""
+    if is_begun_run(names):
+        return no_step_error(display_name)
     return PrepError(
         f"`{display_name}` holds no checkpoint",
         "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream; "

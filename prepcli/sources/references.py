@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
-from prepcli.formats.run_steps import STEP_NAME, best_step, saved_steps, step_folder
+from prepcli.formats.run_steps import STEP_NAME, best_step, is_begun_run, no_step_error, saved_steps, step_folder
 from prepcli.remote.object_store import ObjectStoreUrl, is_url, parse_url
 from prepcli.sources.aliases import ALIASES_BY_NAME
 from prepcli.sources.source_hints import split_part
@@ -166,6 +166,8 @@ def _parse_step(run: str, step: int | str) -> RunStep | BucketUrl:
     number = _step_number(folder, step, steps)
     if number is not None and number in steps:
         return RunStep(Path(run), number)
+    if not steps and folder.is_dir() and is_begun_run(os.listdir(folder)):
+        raise no_step_error(run)
     missing = "it is not the folder of a run" if folder.is_dir() else "the folder does not exist"
     why = f"its steps are {', '.join(map(str, steps))}" if steps else missing
     if steps and step == BEST:

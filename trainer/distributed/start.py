@@ -15,7 +15,7 @@ from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.rendezvous import meet_processes
 from trainer.distributed.runtime_errors import RuntimeErrors
 from trainer.models.coordinator_address import is_loopback, split_host_port
-from trainer.models.errors import PrepError
+from trainer.models.errors import PrepError, usage_error
 from trainer.models.launchers import TPU_HOST_VARIABLES
 from trainer.models.process_address import ProcessAddress
 
@@ -93,6 +93,29 @@ def _initialize(
         shutdown_timeout_seconds=shutdown_timeout_seconds,
     )
     return places
+
+
+def request_local_devices(count: int) -> None:
+    """Let JAX divide this process's CPU into `count` devices, if it uses CPUs. Devices in use stay as they are."""
+    if not xla_bridge.backends_are_initialized():
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def check_local_devices(count: int) -> None:
+    """Check the number of devices of this process, and start them.
+
+    Raises:
+        UsageError: The process has another number of devices: they were in use before, or have to be chosen by a
+            variable such as CUDA_VISIBLE_DEVICES.
+    """
+    num_devices = jax.local_device_count()
+    if num_devices == count:
+        return
+    platform = jax.local_devices()[0].platform
+    variables = {"cpu": f"`JAX_NUM_CPU_DEVICES={count}` before Python starts", "gpu": "`CUDA_VISIBLE_DEVICES`"}
+    hint = variables.get(platform, "the variables of the launcher")
+    what = f"`cluster.n_local_devices` is {count}, and this process has {num_devices} x {platform}"
+    raise usage_error(what, "the devices of a running process cannot be chosen again", hint)
 
 
 def check_coordinator_host(address: ProcessAddress) -> None:

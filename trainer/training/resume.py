@@ -75,6 +75,11 @@ CHANGEABLE_ON_RESUME = frozenset(
         "cluster.step_timeout",
     }
 )
+# Keys that change the schedule, and are no errors of their own.
+SCHEDULE_KEYS = (
+    *("train.steps", "train.epochs"),
+    *("optimizer.warmup_steps", "optimizer.warmup_ratio", "optimizer.decay_steps"),
+)
 # Manifest keys that must be equal on resume, and their names in error messages.
 FIXED_ON_RESUME = {
     "data": "the data",
@@ -113,12 +118,19 @@ def check_resumable(
             raise PrepError(f"{label} has changed since the run began", f"{before}, now {after}", hint)
     rates = changed_fields(manifest.get("rate", {}), job.manifest_fields.get("rate", {}))
     if rates:
-        changes = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
         if "decay" in rates and {*rates} <= {"decay", "cooldown"}:  # both follow from the number of steps
             hint = f"`--set optimizer.decay_steps={rates['decay'][0]}` keeps it; {hint}"
-        raise PrepError("the learning rate schedule has changed since the run began", changes, hint)
+        why = _schedule_change(rates, changed)
+        raise PrepError("the learning rate schedule has changed since the run began", why, hint)
     if step > job.steps:
         raise PrepError(f"the run is at step {step}", f"the recipe has only {job.steps} steps", hint)
+
+
+def _schedule_change(rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the changed keys that the schedule follows from, and the changes of the schedule."""
+    causes = ", ".join(f"{key}: {_change_text(changed[key])}" for key in SCHEDULE_KEYS if key in changed)
+    effects = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
+    return f"{causes} (of the schedule: {effects})" if causes else effects
 
 
 def _have_moved(before: Sequence[Mapping[str, Any]] | None, after: Sequence[Mapping[str, Any]] | None) -> bool:

@@ -13,8 +13,8 @@ import pytest
 from prepcli.cli.main import main
 from prepcli.commands.conversion import source_line
 from prepcli.sources.source import SourceTensor
-from tests.helpers.run_cli import run_json, run_ok
-from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, make_checkpoint
+from tests.helpers.run_cli import run_failing, run_json, run_ok
+from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT_NEO, LLAMA, make_checkpoint
 
 
 class CountingTensors(tuple[SourceTensor, ...]):
@@ -40,7 +40,7 @@ def test_source_line_lists_dtypes_of_large_tensors():
 
 
 @pytest.mark.parametrize("command", ["save-init", "pad-vocab"])
-def test_conversion_notes_config_that_cannot_be_computed(
+def test_conversion_warns_of_a_config_that_cannot_be_computed(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     make_checkpoint(tmp_path / "odd", LLAMA, clip_qkv=8.0)
@@ -48,7 +48,29 @@ def test_conversion_notes_config_that_cannot_be_computed(
     assert main([*words]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not trained" in line]
     assert "`clip_qkv` is not supported" in line
-    assert "clip_qkv" in run_json(capsys, *words)["not_computed"]
+    report = run_json(capsys, *words)
+    assert "clip_qkv" in report["not_computed"]
+    assert report["warnings"] == [line.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"hidden_act": "tanh"}, "activation `tanh` is not supported"),
+        ("llama", {"hidden_act": "relu2"}, "activation `relu2` is not supported"),
+        ("gpt_neox", {"rotary_pct": 0.2}, "3 elements of a head are to be rotated"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3, "sliding_window": None}, "there is no sliding_window"),
+    ],
+)
+def test_warning_has_the_reason_that_computations_refuse(
+    family: str, changes: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = FAMILY_CONFIGS.get(family, LLAMA) | ({"use_sliding_window": True} if family == "qwen2" else {})
+    make_checkpoint(tmp_path / "odd", config, **changes)
+    warnings = run_json(capsys, "save-init", str(tmp_path / "odd"), "--out", str(tmp_path / "out"))["warnings"]
+    (warning,) = [text for text in warnings if "not trained" in text]
+    assert reason in warning
+    assert reason in run_failing(capsys, 1, "plan", str(tmp_path / "out"), "--mesh", "1,1,1")
 
 
 def test_save_init_does_not_warn_about_a_supported_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -245,8 +245,10 @@ def test_resume_rejects_changed_recipe_and_data(work_dir: Path, capsys: pytest.C
     assert (code, what) == (FAILED, "the run began with another recipe")
     assert why == "optimizer.weight_decay: 0.0 -> 0.5"
     assert "`--restart`" in hint
-    code, what, *_ = train_error(capsys, "--set", "train.steps=24")
+    code, what, why, hint = train_error(capsys, "--set", "train.steps=24")
     assert (code, what) == (FAILED, "the learning rate schedule has changed since the run began")
+    assert why == "train.steps: 12 -> 24 (of the schedule: decay 12 -> 24)"
+    assert hint.startswith("`--set optimizer.decay_steps=12` keeps it")
     text = (work_dir / "text.txt").read_text()
     (work_dir / "text.txt").write_text(text + " w1")
     code, what, *_ = train_error(capsys)

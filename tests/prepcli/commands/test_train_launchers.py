@@ -6,9 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 
 from prepcli.launch.local import free_port
+from tests.helpers.fork_server import run_prep
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import make_training_folder
@@ -95,3 +97,18 @@ def test_train_goes_on_after_a_process_of_another_job(tmp_path: Path, monkeypatc
     assert "`recipe other`" in err
     results = finish([first, start_process(*short, index=1, count=2, port=port)])
     assert [code for code, _, _ in results] == [0, 0], results
+
+
+def test_local_devices_are_simulated_on_cpus(work_dir: Path):
+    words = ("train", "recipe.toml", "--dry-run", "--set", "mesh=1,2,1", "--set", "cluster.n_local_devices=2")
+    done = run_prep(*words, cwd=work_dir)
+    assert done.returncode == 0, done.stderr
+    assert "mesh dp 1 x fsdp 2 x mp 1 = 2 devices" in done.stderr
+
+
+def test_number_of_devices_in_use_cannot_change(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    jax.devices()
+    words = ("train", "recipe.toml", "--dry-run", "--set", "cluster.n_local_devices=2")
+    err = run_failing(capsys, 2, *words)
+    assert "`cluster.n_local_devices` is 2, and this process has 8 x cpu" in err
+    assert "`JAX_NUM_CPU_DEVICES=2` before Python starts" in err

@@ -201,3 +201,14 @@ def test_config_that_is_too_large_is_an_error(tmp_path: Path) -> None:
     fill(tmp_path, "model.safetensors")
     (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_NBYTES + 1))
     assert detect_error(tmp_path).what == "./m has a broken config.json"
+
+
+def test_run_without_a_step_is_named_as_a_run(tmp_path: Path) -> None:
+    run = fill(tmp_path / "run", "recipe.toml", "environment.json", "metrics.jsonl", "data/lock")
+    error = detect_error(run, "runs/a")
+    assert error.what == "no step of the run runs/a is saved yet"
+    assert error.hint == "`prep train RECIPE --out runs/a` continues it"
+
+
+def test_folder_with_only_a_recipe_is_no_run(tmp_path: Path) -> None:
+    assert "holds no checkpoint" in detect_error(fill(tmp_path / "project", "recipe.toml")).what
