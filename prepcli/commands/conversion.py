@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from prepcli.engine import casts
 from prepcli.engine.budget import anonymous_nbytes
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.execute import ConversionResult, ExecuteOptions, execute_plan
+from prepcli.execution.staging import remove_leftover
 from prepcli.execution.uploads import UploadRequest, make_and_upload, parse_out_url
 from prepcli.execution.workers import (
     ONE_PROCESS,
@@ -35,7 +36,7 @@ from prepcli.execution.workers import (
     add_worker_reports,
     worker_memory_nbytes,
 )
-from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
+from prepcli.formats.manifest import FILES_KEY, MANIFEST_FILE, find_manifest_folder, read_manifest
 from prepcli.planning.plan import Plan
 from prepcli.planning.shares import requested_share
 from prepcli.planning.vocabulary import Vocabulary, with_vocabulary
@@ -109,8 +110,17 @@ def open_checkpoint(
     access = make_access(ui, offline=common.offline, stream=common.stream, allow_urls=True)
     access = replace(access, allow_adapters=allow_adapters)
     located = locate(checkpoint, common.revision, step=common.step, access=access)
+    if located.local_files.remote is None:
+        remove_leftover(find_manifest_folder(located.local_files.path))
     source = open_source(located, common.config)
+    note_unrecorded(source.display_name, source.manifest, ui)
     return located, use_averages(source) if common.ema else source
+
+
+def note_unrecorded(display_name: str, manifest: Mapping[str, Any] | None, ui: Ui) -> None:
+    """Tell the user if the manifest of a checkpoint records no digests of its settings and tokenizer."""
+    if manifest and FILES_KEY not in manifest:
+        ui.note(f"{display_name} was written by an earlier prep: its settings and tokenizer files are not checked")
 
 
 def make_access(ui: Ui, *, offline: bool, stream: bool = False, allow_urls: bool = False) -> Access:

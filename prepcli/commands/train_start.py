@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.commands.conflicts import check_stream
-from prepcli.commands.conversion import output_config
+from prepcli.commands.conversion import note_unrecorded, output_config
 from prepcli.commands.random_start import RandomReader, random_config, random_start
 from prepcli.commands.tokenizer_files import tokenizer_folder, with_recipe_tokenizer
 from prepcli.console.formatting import format_bytes
@@ -128,6 +128,10 @@ class StartCheckpoint:
         Raises:
             PrepError: A tensor is damaged.
         """
+        if isinstance(self.reader, WeightsReader):
+            note_unrecorded(self.reader.source.display_name, self.reader.source.manifest, ui)
+        if isinstance(self.reader, ItemReader):
+            note_unrecorded(self.name or str(self.reader.folder), self.reader.manifest, ui)
         if not isinstance(self.reader, ItemReader) or self.reader.is_checked:
             return
         source = self._open_source(self.reader)

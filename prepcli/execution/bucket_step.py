@@ -7,12 +7,12 @@ digested on the way. The others are divided among the processes, which read them
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +26,13 @@ from prepcli.engine.files import ByteArray, RunReader
 from prepcli.engine.fills import numpy_dtype
 from prepcli.engine.host_leaves import HostLeafReader
 from prepcli.engine.pipeline import PipelineResult
+from prepcli.errors import RESUME_HINT, DamagedError
 from prepcli.execution.block_checksums import checksum_recorder
 from prepcli.execution.execute import identify_run
 from prepcli.execution.finalize import finalize_output
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.resume import readback_stream
+from prepcli.execution.run_notes import decode_note, encode_note
 from prepcli.execution.run_place import StepSave
 from prepcli.execution.staging import WORK_FOLDER, Staging
 from prepcli.execution.step_writer import MEMORY_NBYTES
@@ -144,7 +146,7 @@ class BucketStep:
         blocks = np.flatnonzero(sums)
         known = np.stack([blocks.astype(CHECKSUM_DTYPE), sums[blocks].astype(CHECKSUM_DTYPE)])
         content = {"digests": dict(digests), "checksums": base64.b64encode(known.tobytes()).decode()}
-        data = json.dumps(content).encode()
+        data = encode_note(content)
         self.bucket.write_pieces(_note_path(self.save.group.index), [data], size=len(data))
 
     def _collect_notes(self, digests: dict[int, str], sums: ChecksumArray) -> None:
@@ -153,12 +155,19 @@ class BucketStep:
             return
         listed = {file.path: file for file in self.bucket.list_files()}
         files = [listed[_note_path(index)] for index in range(1, self.save.group.count)]
-        for data in map_in_daemon_threads(partial(read_all, self.bucket), files, num_threads=NUM_THREADS):
-            content = json.loads(data)
+        notes = map_in_daemon_threads(partial(read_all, self.bucket), files, num_threads=NUM_THREADS)
+        for file, data in zip(files, notes):
+            content = self._decode_note(file, data)
             digests |= {int(number): digest for number, digest in content["digests"].items()}
             known = np.frombuffer(base64.b64decode(content["checksums"]), CHECKSUM_DTYPE).reshape(2, -1)
             sums[known[0].astype(np.int64)] = known[1]
         self.bucket.delete_files([file.path for file in files])
+
+    def _decode_note(self, file: RemoteFile, data: bytes) -> dict[str, Any]:
+        try:
+            return decode_note(data)
+        except ValueError as error:
+            raise DamagedError(f"{file.path} of {self.bucket.name} is damaged", str(error), RESUME_HINT) from error
 
     def _publish(self, stage: Staging, outcome: PipelineResult) -> None:
         """Upload the index, the settings and the checksums; then the manifest."""

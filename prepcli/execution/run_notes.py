@@ -18,19 +18,33 @@ CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
 def read_note(path: Path) -> dict[str, Any] | None:
     """Return the content of a note; None if it does not exist. PrepError if it is damaged."""
     try:
-        content = json.loads(read_no_follow(path))
+        content = decode_note(read_no_follow(path))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise PrepError(f"{path} is damaged", str(error), "`--restart` drops it") from error
+    return content
+
+
+def decode_note(data: bytes) -> dict[str, Any]:
+    """Return the content of a note's bytes; raise ValueError if they are damaged."""
+    try:
+        content = json.loads(data)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
-        raise PrepError(f"{path} is damaged", "it is not a file that prep wrote", "`--restart` drops it")
+        raise ValueError("it is not a file that prep wrote")
     return content
+
+
+def encode_note(content: Mapping[str, object]) -> bytes:
+    """Return the bytes of a note."""
+    return json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode()
 
 
 def write_note(path: Path, content: Mapping[str, object]) -> None:
     """Write a note; it is durable on return."""
-    write_file(path, json.dumps({**content, CHECKSUM_KEY: _checksum(content)}).encode())
+    write_file(path, encode_note(content))
 
 
 def _checksum(content: Mapping[str, object]) -> str:

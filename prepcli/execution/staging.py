@@ -28,6 +28,7 @@ from prepcli.execution.locks import (
 )
 from prepcli.execution.paths import fsync_path, is_same_file, remove_path
 from prepcli.execution.run_notes import read_note, write_note
+from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
 
 WORK_FOLDER = ".prep"
@@ -38,6 +39,7 @@ LOCK_FILE = "lock"  # `lock.I` belongs to process I of several
 JOIN_LOCK_FILE = "door"
 MOVING_LOCK_FILE = "moving"  # shared lock of the processes that still move their shares
 MAX_JOIN_TRIES = 100  # other processes may publish or remove the folder meanwhile
+PARTIAL_SUFFIX = ".partial"
 REPLACED_NAME = "replaced"  # the replaced output, until the new one has its name
 
 
@@ -51,7 +53,7 @@ class Staging:
                 f"`--out {out}` is invalid", "an output is a folder with a name of its own", "`--out NAME`"
             )
         self.out = out
-        self.folder = out.with_name(out.name + ".partial")
+        self.folder = out.with_name(out.name + PARTIAL_SUFFIX)
         self.work = self.folder / WORK_FOLDER
         self.share = SINGLE_PROCESS
         self.session = ""  # equal for all running processes of the run
@@ -329,6 +331,23 @@ def _parse_division(content: Mapping[str, Any] | None) -> Division | None:
 def remove_work_folder(out: Path) -> None:
     """Remove the work folder from a published output; a kill after the rename may leave it there."""
     shutil.rmtree(out / WORK_FOLDER, ignore_errors=True)
+
+
+def remove_leftover(out: Path) -> None:
+    """Remove the work folder of a complete output that a kill left there, unless a process still uses it."""
+    work = out / WORK_FOLDER
+    # NAME.partial has a manifest too, shortly before it is renamed; its work folder is needed to resume
+    is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX
+    if is_output and work.is_dir() and not work.is_symlink() and not _is_in_use(work):
+        remove_work_folder(out)
+
+
+def _is_in_use(work: Path) -> bool:
+    """Return whether a process holds the lock of a work folder."""
+    try:
+        return is_locked(work / LOCK_FILE)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -20,10 +20,10 @@ from prepcli.console.progress import Progress
 from prepcli.console.ui import Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
-from prepcli.errors import PrepError, usage_error
+from prepcli.errors import DamagedError, PrepError, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
-from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error
+from prepcli.formats.manifest import MANIFEST_FILE, decode_manifest, foreign_output_error
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import RemoteFile
@@ -125,9 +125,9 @@ def _report_if_uploaded(
         return None
     report = make_output(request.local_folder, True)
     try:
-        content = json.loads(read_all(bucket, manifest))
-        is_same_plan = isinstance(content, dict) and content.get("plan") == report.fields["plan_digest"]
-    except ValueError:
+        content = decode_manifest(Path(MANIFEST_FILE), read_all(bucket, manifest))
+        is_same_plan = content["plan"] == report.fields["plan_digest"]
+    except DamagedError:
         is_same_plan = False
     if not is_same_plan or request.restart:
         another = "it was made by another request, or of another source"

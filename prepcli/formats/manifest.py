@@ -66,10 +66,15 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST_FILE
     if not path.exists():
         return None
-    manifest = parse_manifest(path, read_small_file(path))
+    return decode_manifest(path, read_small_file(path))
+
+
+def decode_manifest(path: Path, data: bytes) -> dict[str, Any]:
+    """Return the content of a manifest file; raise PrepError if it is invalid or damaged."""
+    manifest = parse_manifest(path, data)
     if DIGEST_KEY in manifest and manifest[DIGEST_KEY] != manifest_digest(manifest):
         why = f"its content differs from the digest {manifest[DIGEST_KEY]:.40} that it records"
-        raise DamagedError(f"{path} is damaged", why, accept_hint(folder, MANIFEST_FILE))
+        raise DamagedError(f"{path} is damaged", why, accept_hint(path.parent, MANIFEST_FILE))
     return manifest
 
 

@@ -96,3 +96,11 @@ def test_accept_refuses_outputs_without_record(capsys):
     assert "written by an earlier version of prep" in err
     shutil.rmtree("init/hf")
     run_ok("verify", "init")
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_output_without_record_is_read_with_a_note(capsys, command: str):
+    remove_file_records(Path("init"))
+    assert main([command, "init"]) == OK
+    note = "init was written by an earlier prep: its settings and tokenizer files are not checked"
+    assert capsys.readouterr().err.count(note) == 1
