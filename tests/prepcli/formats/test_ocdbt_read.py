@@ -136,7 +136,7 @@ def test_read_ocdbt_index_rejects_missing_manifest(tmp_path):
 @pytest.mark.parametrize("path", ["../outside", "/etc/hostname", "d/../../outside", "d/\0"])
 def test_path_outside_the_folder_is_rejected(tmp_path, path):
     write_entries(tmp_path, {b"k": ValueLocation(path, 0, 1)})
-    with pytest.raises(PrepError, match="the index of .* names"):
+    with pytest.raises(PrepError, match=r"the index of .* names"):
         list(read_ocdbt_index(tmp_path))
 
 
