@@ -50,8 +50,8 @@ def evaluate(
         fields: Columns of the text, as `data.fields` of a recipe.
         seq_length: Tokens per sequence; default: the positions of the model, at most 1024.
         overrides: Recipe keys, such as "data.source_length=512". [data]: add_bos, add_eos, always_start_with_bos,
-            bad_lines, cache, config, fields, fields_from_example, format, ids_dtype, max_examples,
-            mean_noise_span_length, noise_density, objective, packing, prepend_text, revision, seq_length,
+            bad_lines, cache, config, fields, fields_from_example, format, ids_dtype, max_document_bytes,
+            max_examples, mean_noise_span_length, noise_density, objective, packing, prepend_text, revision, seq_length,
             source_length, source_prefix, split, subfield_separator, tokenizer, type; [model]: attention_kernel, dtype,
             head_chunk_size, k_chunk_size, q_chunk_size.
         tokenizer: A tokenizer, as a file or folder; default: the checkpoint's.

@@ -20,8 +20,9 @@ from prepcli.remote.object_store import Bucket, parse_url
 from prepcli.remote.remote_files import ReadAheadCache, RemoteFile
 from prepcli.remote.remote_stream import RemoteStream
 from prepcli.sources.folders import Access
-from trainer.data.files import DataFile, empty_file_error
+from trainer.data.files import DataFile
 from trainer.data.remote_files import Selection
+from trainer.files.reading import open_regular_file
 
 HUB_URL = re.compile(
     r"hf://datasets/(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^/@]+(?:/convert/[^/]+)?))?(?:/(?P<path>.+))?",
@@ -56,9 +57,6 @@ class DataFinder:
         if not files:
             why = "no object of that name, no data file in a folder of that name, and no match of it as a glob"
             raise PrepError(f"no data in `{url}`", why, "check the spelling; `data.type` sets the type of files")
-        for file in files:
-            if not file.nbytes:
-                raise empty_file_error(file.path)
         return files
 
     def _find_in_bucket(self, url: str, accepts: Callable[[str], bool]) -> Iterator[DataFile]:
@@ -157,7 +155,7 @@ class HubDataset:
         hub_id = self.listing.hub_id
         self.note(f"reading {file.path} of {hub_id} ({format_bytes(file.size)}) through the hub's cache")
         with translate_errors(hub_id, self.listing.revision, repo_type="dataset"):
-            return self.listing.download_file(file.path).open("rb", buffering=0)
+            return open_regular_file(self.listing.download_file(file.path), buffering=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +179,7 @@ class CachedDataset:
         """Return a file with the digest that the hub listed: the cache names the target of its link by it."""
         path = self.folder / name
         file = RemoteFile(name, path.stat().st_size, os.path.basename(os.path.realpath(path)))
-        return _hub_file(self.hub_id, file, partial(path.open, "rb", buffering=0))
+        return _hub_file(self.hub_id, file, partial(open_regular_file, path, buffering=0))
 
 
 def _hub_file(hub_id: str, file: RemoteFile, open_file: Callable[[], BinaryIO]) -> DataFile:

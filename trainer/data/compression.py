@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 COMPRESSED_READ_NBYTES = 64 << 10
 GZIP_FORMAT = 16 + zlib.MAX_WBITS  # of `zlib.decompressobj`
+MAX_ZSTD_WINDOW_NBYTES = 128 << 20  # the limit of the zstd program without `--long`
+# Compressed bytes that are decompressed at once, so that at most 8 MiB come out. A byte of gzip stands for up to 1,032
+# bytes. A block of zstd has at least 4 bytes and stands for up to 128 KiB.
+FEED_NBYTES = {".gz": 4 << 10, ".zst": 256}
 
 
 class Decompressor(Protocol):
@@ -40,8 +44,13 @@ class Decompressor(Protocol):
 
 DECOMPRESSORS: Mapping[str, Callable[[], Decompressor]] = {
     ".gz": lambda: zlib.decompressobj(GZIP_FORMAT),
-    ".zst": lambda: cast(Decompressor, zstandard.ZstdDecompressor().decompressobj()),
+    ".zst": lambda: _zstd_decompressor(),
 }
+
+
+def _zstd_decompressor() -> Decompressor:
+    context = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW_NBYTES)
+    return cast(Decompressor, context.decompressobj())
 
 
 def split_compression(name: str) -> tuple[str, str]:
@@ -58,14 +67,22 @@ def open_decompressed(stream: BinaryIO, name: str, suffix: str) -> BinaryIO:
         name: Name of the file, for error messages.
         suffix: Suffix of the compression.
     """
-    blocks = _decompress(stream, name, DECOMPRESSORS[suffix])
+    blocks = _decompress(_pieces(stream, FEED_NBYTES[suffix]), name, DECOMPRESSORS[suffix])
     return cast(BinaryIO, io.BufferedReader(_BlockStream(blocks), FILE_READ_NBYTES))
 
 
-def _decompress(stream: BinaryIO, name: str, make_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
+def _pieces(stream: BinaryIO, nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a stream in pieces."""
+    while data := stream.read(COMPRESSED_READ_NBYTES):
+        for start in range(0, len(data), nbytes):
+            yield data[start : start + nbytes]
+
+
+def _decompress(pieces: Iterator[bytes], name: str, make_decompressor: Callable[[], Decompressor]) -> Iterator[bytes]:
     decompressor = None
     try:
-        while data := stream.read(COMPRESSED_READ_NBYTES):
+        for piece in pieces:
+            data = piece
             while data:
                 decompressor = decompressor or make_decompressor()
                 yield decompressor.decompress(data)

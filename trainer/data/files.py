@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 import xxhash
 
+from trainer.files.reading import open_regular_file
 from trainer.models.errors import RERUN_HINT, PrepError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class DataFile:
 
 
 def _open_local(path: Path) -> BinaryIO:
-    return cast(BinaryIO, path.open("rb", buffering=0))
+    return open_regular_file(path, buffering=0)
 
 
 class HashingStream(io.RawIOBase):
@@ -95,6 +96,13 @@ def hash_file(path: Path) -> DataFile:
     return DataFile(path, hashing.position, digest)
 
 
+def check_not_empty(file: DataFile) -> DataFile:
+    """Return a remote file; raise EmptyFileError if its store lists it without content."""
+    if not file.nbytes:
+        raise empty_file_error(file.path)
+    return file
+
+
 def changed_file_error(path: Path | str) -> PrepError:
     """Return the error for a file that changed since it was hashed."""
     why = "its digest differs from the one taken before, so its tokens could not be identified"
@@ -109,9 +117,13 @@ def check_readable(path: Path) -> None:
         raise empty_file_error(path)
 
 
-def empty_file_error(path: Path | str) -> PrepError:
+class EmptyFileError(PrepError):
+    """A data file has no content."""
+
+
+def empty_file_error(path: Path | str) -> EmptyFileError:
     """Return the error for a file without content."""
-    return PrepError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
+    return EmptyFileError(f"{path} is empty", "looked for text, found 0 bytes", "remove it, or name the other files")
 
 
 def io_error(path: Path | str, error: OSError) -> PrepError:

@@ -13,6 +13,7 @@ from trainer.data.files import DataFile, io_error
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import Reader
 from trainer.data.remote_files import WHOLE, NoRemoteFiles, RemoteFiles, Selection, is_url
+from trainer.files.reading import not_regular_error
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.text_fields import DataType, FileType
 
@@ -118,6 +119,8 @@ def resolve_type(files: Sequence[Path | DataFile], data_type: DataType) -> FileT
 
 def _local_files(path: str, data_type: DataType, selection: Selection) -> list[Path]:
     files = [file for match in _expand_glob(path) for file in _files_under(match, data_type, selection)]
+    if not files and os.path.exists(path) and not os.path.isdir(path):
+        raise not_regular_error(Path(path))
     if not files:
         raise _no_data_error(path, data_type)
     return files

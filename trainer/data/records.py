@@ -17,7 +17,7 @@ from trainer.data.read_position import FileStart
 from trainer.data.readers import READERS
 from trainer.data.readers.reader import DataPiece, IdsChunk, ReadOptions
 from trainer.models.errors import PrepError
-from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, FileType
+from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DEFAULT_MAX_DOCUMENT_NBYTES, FileType
 
 FIRST_FILE = FileStart()
 
@@ -31,6 +31,7 @@ class RecordSettings:
         eos_id: Token that ends a document of ready token ids; None for none.
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
+        max_document_nbytes: Bytes that a line, a row or a value may have.
         limit: Documents to read, of a source and a target one; 0 for all.
     """
 
@@ -38,6 +39,7 @@ class RecordSettings:
     eos_id: int | None = None
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
+    max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     limit: int = 0
 
 
@@ -67,7 +69,7 @@ def read_examples(
             `bad_lines`.
     """
     bad_lines = BadLines(settings.bad_lines, note, count=start.n_bad_lines)
-    options = ReadOptions(bad_lines, settings.ids_dtype)
+    options = ReadOptions(bad_lines, settings.ids_dtype, settings.max_document_nbytes)
     n_examples, n_documents = start.n_examples, start.n_documents
     for index, file in enumerate(files[start.file :], start.file):
         on_file(FileStart(index, n_examples, n_documents, bad_lines.count))

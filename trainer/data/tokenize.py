@@ -13,7 +13,7 @@ import xxhash
 from trainer.data import store
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
-from trainer.data.files import DataFile, hash_file
+from trainer.data.files import DataFile, EmptyFileError, check_not_empty, hash_file
 from trainer.data.fill_store import fill_store
 from trainer.data.find_files import NO_REMOTE_FILES, find_data_files, resolve_type
 from trainer.data.readers import READERS
@@ -23,9 +23,16 @@ from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
+from trainer.recipe.text_fields import (
+    DEFAULT_FIELDS,
+    DEFAULT_IDS_DTYPE,
+    DEFAULT_MAX_DOCUMENT_NBYTES,
+    DataType,
+    FileType,
+)
 
 ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")  # settings that put tokens around a document
+MAX_EMPTY_NOTES = 3
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
 
 TokenizeProgress = Callable[[int, int, int], None]  # bytes done, total bytes, tokens made
@@ -50,6 +57,7 @@ class TokenizeConfig:
         selection: Part of a dataset.
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
+        max_document_nbytes: Bytes that a line, a row or a value may have.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
         has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
@@ -68,6 +76,7 @@ class TokenizeConfig:
     selection: Selection = WHOLE
     bad_lines: int = 0
     ids_dtype: str = DEFAULT_IDS_DTYPE
+    max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     remote: RemoteFiles = NO_REMOTE_FILES
     is_mixed: bool = False
     has_blocks: bool = True
@@ -95,7 +104,7 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     config = _with_type(config, file_type)
     if READERS[file_type].has_ids:
         _check_unused_settings(config, note)
-    files = [file if isinstance(file, DataFile) else hash_file(file) for file in found]
+    files = _hash_files(found, note)
     identity = store_identity(config, files, tokenizer.digest)
     folder = config.cache / identity
     meta = _read_valid_meta(folder, note)
@@ -105,6 +114,28 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
     return _map_tokens(folder, meta, config, tokenizer, note)
+
+
+def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
+    """Return files with their digests. Empty ones are skipped with a note.
+
+    Raises:
+        PrepError: A file cannot be read, or all are empty.
+    """
+    files: list[DataFile] = []
+    empty: list[EmptyFileError] = []
+    for file in found:
+        try:
+            files.append(check_not_empty(file) if isinstance(file, DataFile) else hash_file(file))
+        except EmptyFileError as error:
+            empty.append(error)
+    if empty and not files:
+        raise empty[0]
+    for error in empty[:MAX_EMPTY_NOTES]:
+        note(f"skipped: {error.what}")
+    if len(empty) > MAX_EMPTY_NOTES:
+        note(f"skipped {len(empty):,} empty files in all")
+    return files
 
 
 def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
@@ -188,6 +219,9 @@ def store_identity(config: TokenizeConfig, files: Sequence[DataFile], tokenizer_
     inputs |= settings.identity_inputs()
     inputs |= {"max_examples": config.max_examples} if config.max_examples else {}
     inputs |= {"bad_lines": config.bad_lines} if config.bad_lines else {}
+    # Without skipped lines, a larger one fails
+    is_limited = config.bad_lines and config.max_document_nbytes != DEFAULT_MAX_DOCUMENT_NBYTES
+    inputs |= {"max_document_bytes": config.max_document_nbytes} if is_limited else {}
     inputs |= {"ids_dtype": config.ids_dtype} if config.ids_dtype != DEFAULT_IDS_DTYPE else {}
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
 
@@ -208,6 +242,7 @@ def _build_store(
         eos_id=config.examples.eos_id,
         bad_lines=config.bad_lines,
         ids_dtype=config.ids_dtype,
+        max_document_nbytes=config.max_document_nbytes,
         limit=config.max_examples,
     )
     with lock_cache(folder.parent, note):

@@ -15,7 +15,17 @@ from trainer.recipe.key_types import (
     UnitInterval,
     if_absent,
 )
-from trainer.recipe.text_fields import DEFAULT_IDS_DTYPE, DataFormat, DataType, IdsDtype, Objective, Packing
+from trainer.recipe.text_fields import (
+    DEFAULT_IDS_DTYPE,
+    DEFAULT_MAX_DOCUMENT_NBYTES,
+    DataFormat,
+    DataType,
+    IdsDtype,
+    Objective,
+    Packing,
+)
+
+MAX_DOCUMENT_LIMIT = 1 << 40
 
 
 class Data(BaseModel):
@@ -71,6 +81,12 @@ class Data(BaseModel):
         default=0,
         description="invalid lines and rows that are skipped; the first ones are reported, and one more is an error",
         examples=[10],
+    )
+    max_document_bytes: Annotated[int, Field(ge=1, le=MAX_DOCUMENT_LIMIT)] = Field(
+        default=DEFAULT_MAX_DOCUMENT_NBYTES,
+        description="bytes that a line, a row or a value of a column may have; a larger one is an invalid line. It "
+        "also limits the memory for a page or a batch of Parquet and Arrow files, to 1 GiB more than 8 times this size",
+        examples=[256 << 20],
     )
     format: DataFormat = Field(
         default="text",

@@ -84,6 +84,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "data.revision": ("dataset_revision",),
     "data.sources": ("datasets", "dataset_mixer", "data_mix", "mixture", "dataset_weights"),
     "data.bad_lines": ("max_bad_lines", "on_bad_lines"),
+    "data.max_document_bytes": ("max_document_nbytes", "max_line_bytes", "max_bytes"),
     "data.fields": (
         "text_column", "text_column_name", "dataset_text_field", "text_field", "text_key", "text_column_names",
         "fields", "column", "base64_token_dtype", "input_ids_column_name",

@@ -45,12 +45,12 @@ class InvalidRow:
     Attributes:
         number: Its number, from 1.
         why: Its fault.
-        is_too_large: Whether its values have more bytes than the limit.
+        nbytes: Bytes of its values if they exceed the limit, else 0.
     """
 
     number: int
     why: str
-    is_too_large: bool = False
+    nbytes: int = 0
 
 
 def read_parts(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes: int) -> Iterator[Part | InvalidRow]:
@@ -122,7 +122,7 @@ def _valid_pieces(
         elif why:
             yield InvalidRow(row, why)
         elif nbytes > max_row_nbytes:
-            yield InvalidRow(row, f"its values have about {nbytes:,} bytes", is_too_large=True)
+            yield InvalidRow(row, "it is too large", nbytes)
         else:
             yield piece, row
 

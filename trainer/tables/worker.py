@@ -124,7 +124,7 @@ def _send_part(part: Part | InvalidRow, requests: BinaryIO) -> None:
     from pyarrow import BufferOutputStream, ipc
 
     if isinstance(part, InvalidRow):
-        values = {"number": part.number, "why": part.why, "is_too_large": part.is_too_large}
+        values = {"number": part.number, "why": part.why, "nbytes": part.nbytes}
         write_message(requests, Kind.INVALID_ROW, json.dumps(values).encode())
         return
     sink = BufferOutputStream()

@@ -144,6 +144,7 @@ def _tokenize_config(
         selection=train_selection(data),
         bad_lines=data.bad_lines,
         ids_dtype=data.ids_dtype,
+        max_document_nbytes=data.max_document_bytes,
         remote=remote,
         is_mixed=is_mixed,
         has_blocks=data.packing == CONCATENATED,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.data.files import DataFile, check_readable
+from trainer.data.files import DataFile, EmptyFileError, check_not_empty, check_readable
 from trainer.data.find_files import NO_REMOTE_FILES, check_selection, find_data_files, resolve_type
 from trainer.data.remote_files import RemoteFiles
 from trainer.data.tokenizer import check_tokenizer_exists
@@ -60,12 +60,20 @@ def check_inputs(recipe: Recipe, remote: RemoteFiles = NO_REMOTE_FILES) -> None:
 
 
 def _check_files(files: Sequence[Path | DataFile], data_type: DataType) -> None:
-    """Raise PrepError if the type of files is not clear, or a local one cannot be read."""
+    """Raise PrepError if the type of files is not clear, a local one cannot be read, or all are empty."""
     if files:
         resolve_type(files, data_type)
+    empty: list[EmptyFileError] = []
     for file in files:
-        if isinstance(file, Path):
-            check_readable(file)
+        try:
+            if isinstance(file, Path):
+                check_readable(file)
+            else:
+                check_not_empty(file)
+        except EmptyFileError as error:
+            empty.append(error)
+    if empty and len(empty) == len(files):
+        raise empty[0]
 
 
 def run_warnings(recipe: Recipe, job: Job, *, last_step: int = 0) -> Iterator[str]:

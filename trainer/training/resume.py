@@ -14,7 +14,7 @@ from trainer.training.optimizers.lr_schedule import changed_fields
 # Recipe keys that may differ between a run and its continuation. Every other key changes the computation or the data.
 # The mesh, the rules and the model keys below change results only within rounding. Steps and schedule keys are checked
 # through the learning rate schedule that they produce, batch keys through the batch size, and the paths of data and
-# tokenizer through the identity of the tokens (FIXED_ON_RESUME).
+# tokenizer, and the limit of documents, through the identity of the tokens (FIXED_ON_RESUME).
 CHANGEABLE_ON_RESUME = frozenset(
     {
         "name",
@@ -33,6 +33,7 @@ CHANGEABLE_ON_RESUME = frozenset(
         "data.eval_path",
         "data.tokenizer",
         "data.cache",
+        "data.max_document_bytes",
         "batch.size",
         "batch.per_device",
         "batch.per_replica",

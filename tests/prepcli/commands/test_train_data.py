@@ -19,7 +19,7 @@ from tests.helpers.data_formats import write_arrow_files, write_json_files
 from tests.helpers.fork_server import run_python
 from tests.helpers.hub_server import FakeRepo, serve_hub
 from tests.helpers.object_server import FakeObjectStore, serve_objects
-from trainer.data.files import DataFile
+from trainer.data.files import DataFile, check_not_empty
 from trainer.data.remote_files import WHOLE
 from trainer.data.store import read_meta
 
@@ -63,8 +63,9 @@ def test_url_without_data_fails():
     for url in ("s3://bucket/none", "s3://bucket/data/*.csv"):
         with pytest.raises(PrepError, match="no data in"):
             find(url)
+    (empty,) = FINDER.find("s3://bucket/empty.jsonl", lambda name: True, WHOLE)
     with pytest.raises(PrepError, match=r"s3://bucket/empty.jsonl is empty"):
-        find("s3://bucket/empty.jsonl")
+        check_not_empty(empty)
     with pytest.raises(PrepError, match="is an invalid URL"):
         find("hf://owner/name")
 
@@ -115,6 +116,7 @@ import json, sys
 from prepcli.commands.train_data import DataFinder
 from prepcli.errors import PrepError
 from prepcli.sources.folders import Access
+from trainer.data.files import check_not_empty
 from trainer.data.remote_files import Selection
 finder = DataFinder(Access(offline="--offline" in sys.argv), note=lambda text: None)
 answer = []

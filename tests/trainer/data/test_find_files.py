@@ -132,6 +132,22 @@ def test_url_without_remote_files_is_an_error():
         find_data_files(["gs://bucket/a.txt"], "text")
 
 
+def test_only_regular_files_are_data(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(PrepError, match=r"pipe\.txt is not a file"):
+        find_files([str(tmp_path / "pipe.txt")], "text")
+    with pytest.raises(PrepError, match=r"/dev/zero is not a file"):
+        find_files(["/dev/zero"], "text")
+    (tmp_path / "a.txt").write_text("the cat")
+    for path in (tmp_path, tmp_path / "*.txt"):
+        assert find_files([str(path)], "text") == (tmp_path / "a.txt",)
+
+
+def test_nul_in_a_path_is_an_error():
+    with pytest.raises(PrepError, match="no data in"):
+        find_files(["a\0b"], "text")
+
+
 def write_dataset(folder: Path, names: list[str]) -> None:
     """Write the files of a saved dataset, with one that is no part of it."""
     folder.mkdir(parents=True)

@@ -89,3 +89,8 @@ def test_identity_ignores_settings_that_change_no_token(change: dict[str, Any]):
 
 def test_identity_ignores_the_file_of_a_chat_template():
     assert identity(**JSON, chat_template=TEMPLATE) == identity(**JSON, chat_template=replace(TEMPLATE, file="other"))
+
+
+def test_identity_has_the_document_limit_only_with_skipped_lines():
+    assert identity(**JSON, max_document_nbytes=5) == identity(**JSON)
+    assert identity(**JSON, max_document_nbytes=5, bad_lines=2) != identity(**JSON, bad_lines=2)

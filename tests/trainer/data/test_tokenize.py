@@ -324,3 +324,21 @@ def test_data_without_any_loss_is_rejected(tmp_path: Path):
     path.write_text('{"a": "the cat sat on the mat, the cat", "b": ""}\n')
     error = tokenize_error(make_config(tmp_path, path, type="json", fields="[a], b", eos_id=None, seq_length=2))
     assert error.what == "the data has no token to train on"
+
+
+def test_empty_file_among_others_is_skipped_with_a_note(tmp_path: Path):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text("" if name == "b.txt" else TEXT)
+    notes: list[str] = []
+    config = make_config(tmp_path, tmp_path)
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
+    assert f"skipped: {tmp_path}/b.txt is empty" in notes
+    (tmp_path / "b.txt").unlink()
+    assert tokenize_quietly(config).identity == tokens.identity
+
+
+def test_only_empty_files_are_an_error(tmp_path: Path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(PrepError, match=r"a\.txt is empty"):
+        tokenize_quietly(make_config(tmp_path, tmp_path))

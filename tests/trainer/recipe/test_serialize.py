@@ -23,6 +23,7 @@ ADDED_KEYS = (  # later than the digests
     *("format", "fields_from_example", "subfield_separator", "prepend_text", "add_bos", "add_eos"),
     *("always_start_with_bos", "max_examples", "at_start"),
     *("config", "split", "revision", "sources", "ids_dtype", "bad_lines", "eval_split"),
+    "max_document_bytes",
     *("objective", "noise_density", "mean_noise_span_length", "param_dtype"),
     *("eval_every_epochs", "profile", "every_epochs", "milestones", "best", "export_every", "push"),
     "checkpoint.dtype",
@@ -69,6 +70,7 @@ path = "data/train.jsonl"
 # sources: the dataset of `path`                # default
 ids_dtype = "uint16"                            # default
 bad_lines = 0                                   # default
+max_document_bytes = 67108864                   # default
 format = "text"                                 # default
 fields = "[article], highlights"
 # fields_from_example: `fields`                 # default

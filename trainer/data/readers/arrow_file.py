@@ -57,8 +57,8 @@ def _check_installed(file: DataFile) -> None:
 
 
 def _row_error(place: str, row: InvalidRow, options: ReadOptions) -> PrepError:
-    if row.is_too_large:
-        return too_large_error(f"{place}: too large", row.why, options.max_document_nbytes)
+    if row.nbytes:
+        return too_large_error(f"{place}: too large", row.nbytes, options.max_document_nbytes)
     return PrepError(f"{place}: invalid", row.why, ROW_HINT)
 
 

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from trainer.data.compression import split_compression
 from trainer.data.files import DataFile
+from trainer.data.readers.limits import read_lines, too_large_error
 from trainer.data.readers.reader import (
     BYTE_ORDER_MARK,
     DEFAULT_OPTIONS,
@@ -19,13 +20,13 @@ from trainer.data.readers.reader import (
 )
 from trainer.models.errors import PrepError
 
-MAX_FIELD_CHARS = 64 << 20  # of one field; a file with an unclosed quote fails there
+LINE_END = "\r\n"
 CARRIAGE_RETURN_ERROR = "new-line character seen in unquoted field"  # of the csv module
 LINE_HINT = "fix or remove the line, or `data.bad_lines = N` skips up to N of them"
 
 
 def _read_rows(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> Iterator[Record]:
-    csv.field_size_limit(MAX_FIELD_CHARS)  # the module has one limit for the process
+    csv.field_size_limit(options.max_document_nbytes)  # the module has one limit for the process
     return read_stream(file, lambda stream: _parse_rows(file, stream, options))
 
 
@@ -34,12 +35,12 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
 
     Each line of an invalid row is reported.
     """
-    lines = _Lines(stream)
+    lines = _Lines(file, stream, options.max_document_nbytes)
     rows = csv.reader(lines, delimiter=_delimiter(file), strict=True)
     header: Sequence[str] = ()
     done_nbytes = 0
     while True:
-        first = rows.line_num + 1
+        first = lines.start_row()
         place, values = f"{file.path}:{first}", None
         try:
             row = _next_row(place, rows)
@@ -51,7 +52,7 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
             if not header:
                 raise
             options.on_error(error)
-            for number in range(first + 1, rows.line_num + 1):  # a quote without an end takes many lines
+            for number in range(first + 1, lines.number + 1):  # a quote without an end takes many lines
                 what = f"{file.path}:{number}: a line of the invalid row at line {first}"
                 options.on_error(PrepError(what, error.why, error.hint))
         if values is not None:
@@ -62,19 +63,36 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
 class _Lines:
     """Lines of a stream as text; bytes that are not UTF-8 become surrogates.
 
+    It is an iterator and not a generator: the lines after a row that is too large can be read.
+
     Attributes:
         nbytes: Bytes of the lines so far.
+        number: Number of the lines so far.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self.nbytes = stream, 0
+    def __init__(self, file: DataFile, stream: BinaryIO, max_row_nbytes: int) -> None:
+        self._file, self._lines, self._max_row_nbytes = file, read_lines(stream, max_row_nbytes), max_row_nbytes
+        self.nbytes, self.number = 0, 0
+        self._row_start, self._row_number = 0, 1
 
-    def __iter__(self) -> Iterator[str]:
-        for line in self._stream:
-            text = line.decode(errors="surrogateescape")
-            text = text if self.nbytes else text.removeprefix(BYTE_ORDER_MARK)
-            self.nbytes += len(line)
-            yield text
+    def start_row(self) -> int:
+        """Count the bytes of the next lines for a new row; return the number of its first line."""
+        self._row_start, self._row_number = self.nbytes, self.number + 1
+        return self._row_number
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        is_first = not self.nbytes
+        self.nbytes += line.nbytes
+        self.number += 1
+        row_nbytes = self.nbytes - self._row_start
+        if line.is_too_long or row_nbytes > self._max_row_nbytes + len(LINE_END):
+            raise too_large_error(f"{self._file.path}:{self._row_number}: too large", row_nbytes, self._max_row_nbytes)
+        text = line.content.decode(errors="surrogateescape")
+        return text.removeprefix(BYTE_ORDER_MARK) if is_first else text
 
 
 def _delimiter(file: DataFile) -> str:
@@ -111,9 +129,12 @@ def _check_encoding(place: str, row: Sequence[str]) -> None:
 
 
 def _check_header(place: str, row: Sequence[str]) -> Sequence[str]:
-    if len({*row}) < len(row):
-        twice = next(name for name in row if row.count(name) > 1)
-        raise PrepError(f"{place}: two columns are named `{twice}`", "the first row has the names", "rename one")
+    names: set[str] = set()
+    for name in row:
+        if name in names:
+            what = f"{place}: two columns are named `{name:.60}`"
+            raise PrepError(what, "the first row has the names", "rename one")
+        names.add(name)
     return row
 
 

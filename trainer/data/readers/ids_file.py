@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -11,6 +13,8 @@ from trainer.data.files import DataFile
 from trainer.data.readers.reader import DEFAULT_OPTIONS, IdsChunk, Reader, ReadOptions, read_stream
 from trainer.models.errors import PrepError
 
+MAGIC_NBYTES = 8  # of an .npy file: 6 of the magic, 2 of the version
+MAX_HEADER_NBYTES = 10_000  # the limit of NumPy
 READ_NBYTES = 1 << 20  # of ids that are read at once
 MAX_DIMS = 2
 ARRAY_HINT = "an array of integers: of one dimension, or of two with a document per row"
@@ -33,6 +37,12 @@ def _count_ids(file: DataFile, dtype: np.dtype[Any]) -> int:
 def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
     """Yield the ids of an array, row by row if it has two dimensions."""
     shape, dtype = _read_npy_header(file, stream)
+    n_ids = math.prod(shape)
+    if n_ids * dtype.itemsize > file.nbytes:
+        why = f"it has {file.nbytes:,} bytes, and its header the shape {shape!r:.60}"
+        raise PrepError(f"{file.path} is cut short", why, "get the file again")
+    if not n_ids:  # an array can have any number of rows without ids
+        return
     if len(shape) == 1:
         yield from _read_chunks(file, stream, dtype, n_ids=shape[0])
     else:
@@ -43,15 +53,33 @@ def _parse_npy(file: DataFile, stream: BinaryIO) -> Iterator[IdsChunk]:
 def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
     formats = np.lib.format
     try:
-        version = formats.read_magic(stream)
+        header = io.BytesIO(_read_npy_prefix(stream))
+        version = formats.read_magic(header)
         read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(stream)
-    except ValueError as error:
-        raise PrepError(f"{file.path} is not a NumPy array", str(error), ARRAY_HINT) from error
+        shape, is_fortran, dtype = read_header(header)
+    except Exception as error:  # of the parser of Python expressions, which NumPy uses, too
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise PrepError(f"{file.path} is not a NumPy array", f"{why:.200}", ARRAY_HINT) from error
+    if any(type(extent) is not int or extent < 0 for extent in shape):
+        raise PrepError(f"{file.path} is not a NumPy array", f"its shape is {shape!r:.60}", ARRAY_HINT)
     if dtype.kind not in "iu" or not 1 <= len(shape) <= MAX_DIMS or (is_fortran and len(shape) > 1):
         order = " in Fortran order" if is_fortran else ""
         raise PrepError(f"{file.path} has no token ids", f"it is {dtype.name} {list(shape)}{order}", ARRAY_HINT)
     return shape, dtype
+
+
+def _read_npy_prefix(stream: BinaryIO) -> bytes:
+    """Read the bytes before the values: the magic bytes, the version, and the header with its length.
+
+    Raises:
+        ValueError: The header is too long.
+    """
+    start = stream.read(MAGIC_NBYTES)
+    length = stream.read(2 if start[-2:-1] == b"\x01" else 4)
+    nbytes = int.from_bytes(length, "little")
+    if nbytes > MAX_HEADER_NBYTES:
+        raise ValueError(f"its header has {nbytes:,} bytes, the limit is {MAX_HEADER_NBYTES:,}")
+    return start + length + stream.read(nbytes)
 
 
 def _read_chunks(

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from trainer.data.files import DataFile
 from trainer.data.json_types import json_type_name
+from trainer.data.readers.limits import read_lines, too_large_error
 from trainer.data.readers.reader import DEFAULT_OPTIONS, Reader, ReadOptions, Record, decode_utf8, read_stream
 from trainer.models.errors import PrepError
 
@@ -19,15 +20,17 @@ def _read_lines(file: DataFile, options: ReadOptions = DEFAULT_OPTIONS, /) -> It
 def _parse_lines(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Iterator[Record]:
     """Yield one record per valid line; the bytes of blank and invalid lines count for the next one."""
     offset, skipped_nbytes = 0, 0
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(read_lines(stream, options.max_document_nbytes), start=1):
         values, place = None, f"{file.path}:{number}"
         try:
-            text = decode_utf8(place, line, offset)
+            if line.is_too_long:
+                raise too_large_error(f"{place}: too long", line.nbytes, options.max_document_nbytes)
+            text = decode_utf8(place, line.content, offset)
             values = _parse_object(place, text.rstrip()) if text.strip() else None
         except PrepError as error:
             options.on_error(error)
-        offset += len(line)
-        skipped_nbytes += len(line)
+        offset += line.nbytes
+        skipped_nbytes += line.nbytes
         if values is not None:
             yield Record(values, place, skipped_nbytes)
             skipped_nbytes = 0

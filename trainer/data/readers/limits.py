@@ -48,13 +48,14 @@ def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
         yield Line(b"", nbytes)
 
 
-def too_large_error(what: str, why: str, max_nbytes: int) -> PrepError:
-    """Return the error for a line, row or value that is larger than the limit.
+def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:
+    """Return the error for a line or row that is larger than the limit.
 
     Args:
-        what: The place and what is too large there.
-        why: Its size.
+        what: The place, and what is too large there.
+        nbytes: Its size, or a size that it exceeds.
         max_nbytes: The limit.
     """
+    why = f"it has {nbytes:,} bytes or more"
     hint = f"`--set {SIZE_KEY}=N` allows more, `data.bad_lines = N` skips up to N of them"
     return PrepError(what, f"{why}, `{SIZE_KEY}` is {max_nbytes:,}", hint)

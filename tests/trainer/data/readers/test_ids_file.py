@@ -102,3 +102,54 @@ def test_array_that_is_cut_short_fails(tmp_path: Path):
     (tmp_path / "a.npy").write_bytes(b"no array")
     with pytest.raises(PrepError, match=r"a.npy is not a NumPy array"):
         read_tokens(tmp_path / "a.npy")
+
+
+def write_npy(path: Path, header: bytes, *, version: bytes = b"\x01\x00") -> Path:
+    """Write an .npy file with a header of these bytes, without values."""
+    length = len(header).to_bytes(2 if version == b"\x01\x00" else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + version + length + header)
+    return path
+
+
+def npy_header(shape: str) -> bytes:
+    return f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}".encode()
+
+
+def test_array_of_endless_rows_without_ids_has_no_tokens(tmp_path: Path):
+    path = write_npy(tmp_path / "a.npy", npy_header(f"({10**18}, 0)"))
+    with pytest.raises(PrepError, match="the data is shorter than one block"):
+        read_tokens(path)
+
+
+@pytest.mark.parametrize("shape", ["(1000,)", "(10, 1000000000000)", f"({'9' * 4000}, {'9' * 4000})"])
+def test_array_larger_than_its_file_is_named(tmp_path: Path, shape: str):
+    with pytest.raises(PrepError, match=r"a\.npy is cut short - it has [\d,]+ bytes, and its header the shape"):
+        read_tokens(write_npy(tmp_path / "a.npy", npy_header(shape)))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\x00",
+        b"{",
+        b"(" * 5000,
+        b"-" * 9000 + b"1",
+        npy_header("(-1,)"),
+        npy_header("(True,)"),
+        npy_header("'ab'"),
+        npy_header("(" + "9" * 9000 + ",)"),
+        npy_header("(1,)").replace(b"'<i4'", b"[('a', 'O')]"),
+        b"{'descr': '<i4'}",
+    ],
+)
+@pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00", b"\x09\x00"])
+def test_malformed_header_of_an_array_is_named(tmp_path: Path, header: bytes, version: bytes):
+    with pytest.raises(PrepError, match=r"a\.npy (is not a NumPy array|has no token ids)"):
+        read_tokens(write_npy(tmp_path / "a.npy", header, version=version))
+
+
+def test_header_of_an_array_has_a_limit(tmp_path: Path):
+    path = write_npy(tmp_path / "a.npy", b" " * 70_000, version=b"\x02\x00")
+    with pytest.raises(PrepError, match="its header has 70,000 bytes, the limit is 10,000"):
+        read_tokens(path)
