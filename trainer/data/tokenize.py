@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data import store
+from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, hash_file
@@ -23,7 +24,7 @@ from trainer.data.seq2seq import count_truncated
 from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_cache
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, usage_error
-from trainer.recipe.text_fields import DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType
+from trainer.recipe.text_fields import CONCATENATED, DEFAULT_FIELDS, DEFAULT_IDS_DTYPE, DataType, FileType, Packing
 
 ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")  # settings that put tokens around a document
 TOKENS_VERSION = 1  # part of a store's identity; raised when the same files give other tokens
@@ -52,7 +53,7 @@ class TokenizeConfig:
         ids_dtype: Dtype of ready token ids in files that do not record it.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
-        has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
+        packing: The recipe's `data.packing`; ignored with an encoder.
     """
 
     type: DataType
@@ -70,7 +71,17 @@ class TokenizeConfig:
     ids_dtype: str = DEFAULT_IDS_DTYPE
     remote: RemoteFiles = NO_REMOTE_FILES
     is_mixed: bool = False
-    has_blocks: bool = True
+    packing: Packing = CONCATENATED
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether documents are concatenated and cut into blocks."""
+        return self.packing == CONCATENATED
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether documents are arranged in rows."""
+        return not self.has_blocks and not self.examples.has_encoder
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -104,7 +115,11 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
-    return _map_tokens(folder, meta, config, tokenizer, note)
+    tokens = _map_tokens(folder, meta, config, tokenizer, note)
+    if not config.has_rows:
+        return tokens
+    target = config.scratch_dir or folder
+    return replace(tokens, rows=stored_rows(folder, meta, tokens, config.packing, target=target, note=note))
 
 
 def _with_type(config: TokenizeConfig, file_type: FileType) -> TokenizeConfig:
@@ -149,7 +164,8 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
     """
     folder = config.cache / identity
     meta = store.read_meta(folder, checks_digests=False)
-    return _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
+    tokens = _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
+    return replace(tokens, rows=open_rows(folder, meta, tokens, config.packing)) if config.has_rows else tokens
 
 
 def _map_tokens(
