@@ -3,13 +3,15 @@
 A document that is longer than a row is cut into pieces, each as long as a row but the last. Pieces are packed by
 best-fit decreasing (Johnson 1974, https://doi.org/10.1137/0203025; for training, Ding et al. 2024,
 https://arxiv.org/abs/2404.10830): the longest first, each into the row with the least room for it. Windows of
-consecutive pieces are packed one by one, so that rows keep the order of the data roughly, and time is linear.
+consecutive pieces are packed one by one, so that rows keep the order of the data roughly, time is linear, and memory
+does not depend on the number of documents.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 WINDOW = 1 << 16  # pieces packed together
+BLOCK_DOCUMENTS = 1 << 18  # documents read together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,12 +31,16 @@ class PackedRows:
         lengths: Tokens of each piece, int32, at least 1.
         ends: End of each row in `starts` and `lengths`, int64.
         seq_length: Length of a row in tokens.
+        n_tokens: Tokens of all pieces.
+        max_length: Tokens of the longest piece.
     """
 
     starts: Int64Array
     lengths: npt.NDArray[np.int32]
     ends: Int64Array
     seq_length: int
+    n_tokens: int
+    max_length: int
 
     @property
     def n_rows(self) -> int:
@@ -43,7 +50,7 @@ class PackedRows:
     @property
     def efficiency(self) -> float:
         """Fraction of the places with a token, of all rows."""
-        return int(self.lengths.sum(dtype=np.int64)) / (self.n_rows * self.seq_length)
+        return self.n_tokens / (self.n_rows * self.seq_length)
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """Return start and length of each piece of a row."""
@@ -52,39 +59,116 @@ class PackedRows:
         return list(zip(self.starts[row_slice].tolist(), self.lengths[row_slice].tolist()))
 
 
-def pack_documents(ends: npt.NDArray[np.uint64], seq_length: int, *, window: int = WINDOW) -> PackedRows:
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Consecutive pieces of documents.
+
+    Attributes:
+        starts: First token of each piece in the store.
+        lengths: Tokens of each piece.
+    """
+
+    starts: Int64Array
+    lengths: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowBlock:
+    """Consecutive rows.
+
+    Attributes:
+        pieces: The pieces of the rows, row after row.
+        ends: End of each row in the pieces of all rows.
+    """
+
+    pieces: Pieces
+    ends: Int64Array
+
+
+# From blocks of consecutive document ends and the length of a row to all rows
+MakeRows = Callable[[Iterable[Int64Array], int], Iterator[RowBlock]]
+
+
+def pack_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
     """Pack documents into rows of `seq_length` tokens; each token is in one row.
 
     Args:
-        ends: End of each document, in tokens.
+        ends: Ends of the documents, in tokens, in blocks of any size.
         seq_length: Length of a row in tokens.
         window: Number of consecutive pieces to pack together.
+
+    Yields:
+        The rows of each window.
     """
-    starts, lengths = cut_documents(ends, seq_length)
-    order, row_ends = np.empty(len(starts), np.int64), [np.empty(0, np.int64)]
-    for low in range(0, len(starts), window):
-        rows = assign_rows(lengths[low : low + window], seq_length)
-        order[low : low + window] = low + np.argsort(rows, kind="stable")
-        row_ends.append(low + np.cumsum(np.bincount(rows)))
-    return PackedRows(starts[order], lengths[order], np.concatenate(row_ends), seq_length)
+    n_pieces = 0
+    for pieces in cut_documents(ends, seq_length, window):
+        rows = assign_rows(pieces.lengths, seq_length)
+        order = np.argsort(rows, kind="stable")
+        row_ends = n_pieces + np.cumsum(np.bincount(rows))
+        yield RowBlock(Pieces(pieces.starts[order], pieces.lengths[order]), row_ends)
+        n_pieces += len(order)
 
 
-def pad_documents(ends: npt.NDArray[np.uint64], seq_length: int) -> PackedRows:
-    """Return rows of one document each, or of one piece of a document that is longer than a row."""
-    starts, lengths = cut_documents(ends, seq_length)
-    return PackedRows(starts, lengths, np.arange(1, len(starts) + 1), seq_length)
+def pad_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
+    """Yield rows of one document each, or of one piece of a document that is longer than a row."""
+    n_pieces = 0
+    for pieces in cut_documents(ends, seq_length, window):
+        n_before, n_pieces = n_pieces, n_pieces + len(pieces.starts)
+        yield RowBlock(pieces, np.arange(n_before + 1, n_pieces + 1))
 
 
-def cut_documents(ends: npt.NDArray[np.uint64], seq_length: int) -> tuple[Int64Array, npt.NDArray[np.int32]]:
-    """Cut documents into pieces of at most `seq_length` tokens; return the start and the length of each piece."""
-    document_ends = ends.astype(np.int64)
-    document_lengths = np.diff(document_ends, prepend=0)
-    counts = -(-document_lengths // seq_length)
-    first_pieces = np.cumsum(counts) - counts
-    number = np.arange(counts.sum()) - np.repeat(first_pieces, counts)  # of a piece in its document
-    starts = np.repeat(document_ends - document_lengths, counts) + number * seq_length
-    lengths = np.minimum(seq_length, np.repeat(document_ends, counts) - starts)
-    return starts, lengths.astype(np.int32)
+def collect_rows(blocks: Iterable[RowBlock], seq_length: int) -> PackedRows:
+    """Return all rows in memory."""
+    # The empty arrays are for data without a token.
+    starts, lengths, ends = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    for block in blocks:
+        starts.append(block.pieces.starts)
+        lengths.append(block.pieces.lengths)
+        ends.append(block.ends)
+    all_lengths = np.concatenate(lengths)
+    n_tokens = int(all_lengths.sum(dtype=np.int64))
+    max_length = int(all_lengths.max(initial=0))
+    return PackedRows(
+        np.concatenate(starts), all_lengths, np.concatenate(ends), seq_length, n_tokens=n_tokens, max_length=max_length
+    )
+
+
+def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> Iterator[Pieces]:
+    """Cut documents into pieces of at most `seq_length` tokens; yield `window` pieces at a time, then the rest."""
+    waiting: list[Pieces] = []
+    n_waiting = 0
+    for pieces in _cut_blocks(ends, seq_length, window):
+        low = 0
+        while n_waiting + len(pieces.starts) - low >= window:
+            high = low + window - n_waiting
+            yield _join([*waiting, Pieces(pieces.starts[low:high], pieces.lengths[low:high])])
+            waiting, n_waiting, low = [], 0, high
+        if low < len(pieces.starts):
+            waiting.append(Pieces(pieces.starts[low:], pieces.lengths[low:]))
+            n_waiting += len(pieces.starts) - low
+    if waiting:
+        yield _join(waiting)
+
+
+def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) -> Iterator[Pieces]:
+    """Yield the pieces of documents, at most `max_pieces` at a time: one document may have billions."""
+    block_start = 0
+    for document_ends in ends:
+        document_starts = np.concatenate([[block_start], document_ends[:-1]])
+        piece_ends = np.cumsum(-(-(document_ends - document_starts) // seq_length))
+        first_pieces = np.concatenate([[0], piece_ends[:-1]])
+        for low in range(0, int(piece_ends[-1]) if len(piece_ends) else 0, max_pieces):
+            pieces = np.arange(low, min(low + max_pieces, int(piece_ends[-1])))
+            documents = np.searchsorted(piece_ends, pieces, side="right")
+            starts = document_starts[documents] + (pieces - first_pieces[documents]) * seq_length
+            lengths = np.minimum(seq_length, document_ends[documents] - starts)
+            yield Pieces(starts, lengths.astype(np.int32))
+        block_start = int(document_ends[-1]) if len(document_ends) else block_start
+
+
+def _join(pieces: list[Pieces]) -> Pieces:
+    starts = np.concatenate([part.starts for part in pieces])
+    return Pieces(starts, np.concatenate([part.lengths for part in pieces]))
 
 
 def assign_rows(lengths: npt.NDArray[np.int32], seq_length: int) -> Int64Array:

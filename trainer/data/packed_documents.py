@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.data.document_packing import PackedRows, pack_documents, pad_documents
+from trainer.data.document_packing import PackedRows
+from trainer.data.document_rows import make_rows
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
 from trainer.data.store import MappedTokens
 from trainer.recipe.text_fields import SEGMENTED
-
-# Rows of documents by `data.packing`
-DOCUMENT_ROWS: Mapping[str, Callable[[npt.NDArray[np.uint64], int], PackedRows]] = {
-    SEGMENTED: pack_documents,
-    "none": pad_documents,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +87,11 @@ def document_dataset(tokens: MappedTokens, packing: str, *, first_input: int | N
     """Return the dataset of all rows of a token store.
 
     Args:
-        tokens: The token store.
+        tokens: The token store; its rows are made in memory if it has none.
         packing: A key of `DOCUMENT_ROWS`.
         first_input: Input token at the start of each piece, instead of the stored one.
     """
-    rows = DOCUMENT_ROWS[packing](tokens.ends, tokens.seq_length)
+    rows = tokens.rows or make_rows(tokens, packing)
     return DocumentDataset(tokens, rows, packing == SEGMENTED, first_row=0, n_rows=rows.n_rows, first_input=first_input)
 
 

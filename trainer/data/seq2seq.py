@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.document_packing import BLOCK_DOCUMENTS
 from trainer.data.packing import Arrays, ColumnSpecs, RowIndices, check_rows, packed_columns
-from trainer.data.store import MappedTokens
+from trainer.data.store import MappedTokens, document_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +122,11 @@ def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
 
 def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
     """Return the numbers of sources and of targets to be truncated."""
-    lengths = np.diff(tokens.ends.astype(np.int64), prepend=0)
-    return int((lengths[::2] > source_length).sum()), int((lengths[1::2] > tokens.seq_length).sum())
+    n_sources, n_targets, block_start = 0, 0, 0
+    for ends in document_blocks(tokens, BLOCK_DOCUMENTS):
+        # Blocks have an even number of documents: each begins with a source.
+        lengths = np.diff(ends, prepend=block_start)
+        n_sources += int((lengths[::2] > source_length).sum())
+        n_targets += int((lengths[1::2] > tokens.seq_length).sum())
+        block_start = int(ends[-1])
+    return n_sources, n_targets

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from trainer.data.document_packing import PackedRows
 from trainer.data.files import io_error
+from trainer.files.reading import open_regular_file, read_regular_file
 from trainer.models.errors import PrepError
 
 TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE, META_FILE = "tokens.bin", "documents.bin", "weights.bin", "meta.json"
@@ -63,6 +66,7 @@ class MappedTokens:
         identity: Identity of the store.
         seq_length: Tokens of a block, or maximum tokens of a target.
         weights: [n_tokens] uint8, loss weight of each token as a target, 0 or 1; None if all are 1.
+        rows: Rows of whole documents; None if documents are concatenated.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
@@ -70,6 +74,7 @@ class MappedTokens:
     identity: str
     seq_length: int
     weights: npt.NDArray[np.uint8] | None = None
+    rows: PackedRows | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -85,6 +90,22 @@ class MappedTokens:
     def n_blocks(self) -> int:
         """Number of complete blocks."""
         return self.n_tokens // self.seq_length
+
+
+def document_blocks(tokens: MappedTokens, n_documents: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the ends of all documents, `n_documents` at a time.
+
+    Files are read, not mapped: pages of a map would stay in the memory of the process.
+    """
+    for low in range(0, tokens.n_documents, n_documents):
+        count = min(n_documents, tokens.n_documents - low)
+        # The base of a slice of a map is another array: its offset is not that in the file.
+        if isinstance(tokens.ends, np.memmap) and isinstance(tokens.ends.base, mmap) and tokens.ends.filename:
+            offset = tokens.ends.offset + low * DOCUMENT_END_NBYTES
+            ends = np.fromfile(tokens.ends.filename, "<u8", count, offset=offset)
+        else:
+            ends = tokens.ends[low : low + count]
+        yield ends.astype(np.int64)
 
 
 def little_endian(dtype: str) -> np.dtype[np.unsignedinteger[Any]]:
@@ -104,7 +125,13 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
         PrepError: A file cannot be read.
     """
     try:
-        meta = _parse_meta(folder, (folder / META_FILE).read_bytes())
+        data = read_regular_file(folder / META_FILE)
+    except PrepError as error:
+        raise _damaged_store_error(folder, f"{error.what}: {error.why}") from error
+    except OSError as error:
+        raise _damaged_store_error(folder, f"{error.filename}: {error.strerror}") from error
+    meta = _parse_meta(folder, data)
+    try:
         expected_nbytes = file_sizes(meta)
         sizes = {name: (folder / name).stat().st_size for name in expected_nbytes}
     except OSError as error:
@@ -113,7 +140,7 @@ def read_meta(folder: Path, *, checks_digests: bool = True) -> StoreMeta:
         if sizes[name] != nbytes:
             raise _damaged_store_error(folder, f"{name} has {sizes[name]:,} bytes, {META_FILE} records {nbytes:,}")
     for name, digest in meta.digests.items() if checks_digests else ():
-        if _file_digest(folder / name) != digest:
+        if file_digest(folder / name) != digest:
             raise _damaged_store_error(folder, f"{name} differs from the digest that {META_FILE} records")
     return meta
 
@@ -127,11 +154,11 @@ def file_sizes(meta: StoreMeta) -> dict[str, int]:
     return sizes | ({WEIGHTS_FILE: meta.n_tokens} if meta.has_weights else {})
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return the XXH3-128 digest of a file."""
     state = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with open_regular_file(path) as file:
             while data := file.read(DIGEST_READ_NBYTES):
                 state.update(data)
     except OSError as error:
@@ -146,7 +173,7 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
         is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_store_error(folder, f"{META_FILE} has invalid values or belongs to another store")

@@ -70,7 +70,7 @@ class TokenWriter:
             restored: State of the files.
             journal: Journal of the store.
         """
-        self._files = {name: _HashingFile(file, restored.digests[name]) for name, file in files.items()}
+        self._files = {name: HashingFile(file, restored.digests[name]) for name, file in files.items()}
         self._journal = journal
         meta, self.position = restored.state.meta, restored.state.position
         self._identity, self.dtype = meta.identity, meta.dtype
@@ -124,17 +124,25 @@ class TokenWriter:
         )
 
 
-class _HashingFile:
+class HashingFile:
     """A sequentially written file with a running digest."""
 
     def __init__(self, file: BinaryIO, state: xxhash.xxh3_128) -> None:
+        """Continue a file.
+
+        Args:
+            file: The file, at its end.
+            state: Digest of its bytes.
+        """
         self._file, self._state = file, state
 
     def write(self, data: bytes) -> None:
+        """Append bytes."""
         self._file.write(data)
         self._state.update(data)
 
     def digest(self) -> str:
+        """Return the digest of all bytes."""
         return self._state.hexdigest()
 
 
@@ -204,10 +212,11 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
     try:
         _take_over(partial, folder.name, names)
         for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
-            _remove_folder(leftover)
+            remove_folder(leftover)
         _write_store(partial, folder.name, dtype, names=names, fill=fill)
-        _publish(partial, folder)
-        _fsync(folder.parent)
+        (partial / JOURNAL_FILE).unlink()
+        publish_folder(partial, folder, read_meta)
+        fsync(folder.parent)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -250,9 +259,14 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
         shutil.copyfile(source / name, target / name)
 
 
-def _publish(partial: Path, folder: Path) -> None:
-    """Rename a complete store to its final name, unless a complete one has it; a damaged one is removed."""
-    (partial / JOURNAL_FILE).unlink()
+def publish_folder(partial: Path, folder: Path, read: Callable[[Path], object]) -> None:
+    """Rename a complete folder to its final name, unless a complete one has it; a damaged one is removed.
+
+    Args:
+        partial: The complete folder.
+        folder: Its final name.
+        read: Raises DamagedStoreError if the folder with that name is damaged.
+    """
     while True:
         try:
             partial.rename(folder)
@@ -261,16 +275,16 @@ def _publish(partial: Path, folder: Path) -> None:
             if error.errno not in IN_USE:
                 raise
         with contextlib.suppress(DamagedStoreError):
-            read_meta(folder)
-            _remove_folder(partial)
+            read(folder)
+            remove_folder(partial)
             return
         damaged = folder.with_name(partial_name(folder.name))
         with contextlib.suppress(FileNotFoundError):  # another process has moved it away
             folder.rename(damaged)
-        _remove_folder(damaged)
+        remove_folder(damaged)
 
 
-def _remove_folder(folder: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder that other processes may remove at the same time."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
@@ -290,7 +304,7 @@ def _write_store(
         writer.save()
     (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
-        _fsync(path)
+        fsync(path)
 
 
 def _open_for_update(path: Path) -> BinaryIO:
@@ -299,7 +313,8 @@ def _open_for_update(path: Path) -> BinaryIO:
     return path.open("r+b")
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -11,6 +11,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.data import store
+from trainer.data.document_rows import open_rows, stored_rows
 from trainer.data.example_settings import ExampleSettings
 from trainer.data.fields import compile_fields
 from trainer.data.files import DataFile, EmptyFileError, check_not_empty, hash_file
@@ -24,11 +25,13 @@ from trainer.data.store_writer import TokenWriter, build_store, dtype_for, lock_
 from trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.text_fields import (
+    CONCATENATED,
     DEFAULT_FIELDS,
     DEFAULT_IDS_DTYPE,
     DEFAULT_MAX_DOCUMENT_NBYTES,
     DataType,
     FileType,
+    Packing,
 )
 
 ADDED_TOKENS = ("add_bos", "add_eos", "prepend_text")  # settings that put tokens around a document
@@ -60,7 +63,7 @@ class TokenizeConfig:
         max_document_nbytes: Bytes that a line, a row or a value may have.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
-        has_blocks: Whether documents are concatenated and cut into blocks; ignored with an encoder.
+        packing: The recipe's `data.packing`; ignored with an encoder.
     """
 
     type: DataType
@@ -79,7 +82,17 @@ class TokenizeConfig:
     max_document_nbytes: int = DEFAULT_MAX_DOCUMENT_NBYTES
     remote: RemoteFiles = NO_REMOTE_FILES
     is_mixed: bool = False
-    has_blocks: bool = True
+    packing: Packing = CONCATENATED
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether documents are concatenated and cut into blocks."""
+        return self.packing == CONCATENATED
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether documents are arranged in rows."""
+        return not self.has_blocks and not self.examples.has_encoder
 
 
 def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: Note) -> store.MappedTokens:
@@ -113,7 +126,11 @@ def tokenize_files(config: TokenizeConfig, *, progress: TokenizeProgress, note: 
     else:
         folder = (config.scratch_dir or config.cache) / identity
         meta = _build_store(folder, config, files, tokenizer, progress=progress, note=note)
-    return _map_tokens(folder, meta, config, tokenizer, note)
+    tokens = _map_tokens(folder, meta, config, tokenizer, note)
+    if not config.has_rows:
+        return tokens
+    target = config.scratch_dir or folder
+    return replace(tokens, rows=stored_rows(folder, meta, tokens, config.packing, target=target, note=note))
 
 
 def _hash_files(found: Sequence[Path | DataFile], note: Note) -> list[DataFile]:
@@ -180,7 +197,8 @@ def open_tokens(config: TokenizeConfig, identity: str, *, note: Note) -> store.M
     """
     folder = config.cache / identity
     meta = store.read_meta(folder, checks_digests=False)
-    return _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
+    tokens = _map_tokens(folder, meta, config, load_tokenizer(config.tokenizer), note)
+    return replace(tokens, rows=open_rows(folder, meta, tokens, config.packing)) if config.has_rows else tokens
 
 
 def _map_tokens(

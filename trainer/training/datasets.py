@@ -28,7 +28,6 @@ from trainer.recipe.data_table import Data
 from trainer.recipe.field_checks import check_packing, check_source_length
 from trainer.recipe.field_grammar import parse_fields
 from trainer.recipe.span_corruption import SPAN_CORRUPTION, recipe_span_sizes
-from trainer.recipe.text_fields import CONCATENATED
 from trainer.training.shared_tokens import tokenize_in_group
 from trainer.training.source_datasets import Datasets, build_mixture, eval_selection, train_selection
 
@@ -147,7 +146,7 @@ def _tokenize_config(
         max_document_nbytes=data.max_document_bytes,
         remote=remote,
         is_mixed=is_mixed,
-        has_blocks=data.packing == CONCATENATED,
+        packing=data.packing,
     )
 
 
@@ -202,7 +201,7 @@ def _build_dataset(
     if config.has_blocks:
         return PackedDataset(tokens, first_row=0, n_rows=tokens.n_blocks, first_input=first_input)
     dataset = document_dataset(tokens, data.packing, first_input=first_input)
-    if dataset.rows.lengths.max() == 1:
+    if dataset.rows.max_length == 1:
         raise PrepError("the data has no token to train on", "each document has one token, which no token precedes")
     note(_packing_summary(dataset))
     return dataset

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.document_packing import PackedRows, pack_documents, pad_documents
+from trainer.data import document_packing
+from trainer.data.document_packing import PackedRows, assign_rows, collect_rows, pack_documents, pad_documents
 
 LENGTHS = st.lists(st.integers(0, 25), max_size=30)
 SEQ_LENGTH, WINDOW = st.integers(1, 9), st.integers(1, 12)
@@ -14,7 +18,8 @@ SEQ_LENGTH, WINDOW = st.integers(1, 9), st.integers(1, 12)
 
 def pack(lengths: list[int], seq_length: int, window: int) -> PackedRows:
     """Pack documents of these lengths."""
-    return pack_documents(np.cumsum(lengths, dtype=np.uint64), seq_length, window=window)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return collect_rows(pack_documents([ends], seq_length, window=window), seq_length)
 
 
 def pieces_of(lengths: list[int], seq_length: int) -> list[tuple[int, int]]:
@@ -75,12 +80,49 @@ def test_rows_keep_the_order_of_windows(lengths: list[int], seq_length: int, win
 
 @given(LENGTHS, SEQ_LENGTH)
 def test_rows_of_a_document_each_have_all_tokens_in_order(lengths: list[int], seq_length: int):
-    rows = pad_documents(np.cumsum(lengths, dtype=np.uint64), seq_length)
+    rows = collect_rows(pad_documents([np.cumsum(lengths, dtype=np.int64)], seq_length), seq_length)
     assert [rows.pieces(row) for row in range(rows.n_rows)] == [[piece] for piece in pieces_of(lengths, seq_length)]
 
 
 def test_documents_of_many_lengths_fill_almost_all_places():
     lengths = np.random.default_rng(0).lognormal(4.5, 1.0, 20_000).astype(np.int64) + 1
-    rows = pack_documents(np.cumsum(lengths).astype(np.uint64), 512)
+    rows = collect_rows(pack_documents([np.cumsum(lengths)], 512), 512)
     assert rows.efficiency > 0.995
     assert rows.efficiency * rows.n_rows * 512 == lengths.sum()
+
+
+def rows_at_once(ends: npt.NDArray[np.int64], seq_length: int, window: int, *, is_padded: bool) -> list[list[Any]]:
+    """Return starts, lengths and row ends, computed from arrays of all documents, as in earlier versions."""
+    document_lengths = np.diff(ends, prepend=0)
+    counts = -(-document_lengths // seq_length)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(ends - document_lengths, counts) + number * seq_length
+    lengths = np.minimum(seq_length, np.repeat(ends, counts) - starts)
+    if is_padded:
+        return [starts.tolist(), lengths.tolist(), list(range(1, len(starts) + 1))]
+    order, row_ends = np.empty(len(starts), np.int64), [np.empty(0, np.int64)]
+    for low in range(0, len(starts), window):
+        rows = assign_rows(lengths[low : low + window].astype(np.int32), seq_length)
+        order[low : low + window] = low + np.argsort(rows, kind="stable")
+        row_ends.append(low + np.cumsum(np.bincount(rows)))
+    return [starts[order].tolist(), lengths[order].tolist(), np.concatenate(row_ends).tolist()]
+
+
+@given(LENGTHS, SEQ_LENGTH, WINDOW, st.lists(st.integers(0, 30), max_size=5), st.booleans())
+def test_blocks_of_documents_give_the_rows_of_all_at_once(
+    lengths: list[int], seq_length: int, window: int, cuts: list[int], is_padded: bool
+):
+    """Rows do not depend on how many documents are read together."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    make = pad_documents if is_padded else pack_documents
+    rows = collect_rows(make(np.split(ends, sorted(cuts)), seq_length, window=window), seq_length)
+    found = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
+    assert found == rows_at_once(ends, seq_length, window, is_padded=is_padded)
+    assert (rows.n_tokens, rows.max_length) == (sum(lengths), max(rows.lengths, default=0))
+    assert (rows.starts.dtype, rows.lengths.dtype, rows.ends.dtype) == (np.int64, np.int32, np.int64)
+
+
+def test_one_document_of_many_pieces_needs_little_memory():
+    """10^12 pieces in all: only those of the first rows are made."""
+    blocks = pack_documents([np.array([10**12])], 1)
+    assert next(blocks).ends.tolist() == list(range(1, document_packing.WINDOW + 1))

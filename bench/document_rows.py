@@ -1,0 +1,99 @@
+"""Time and memory of arranging documents in rows, at the first start of a run and at later ones.
+
+    python -m bench.document_rows --work FOLDER [--documents 8000000] [--seq-length 2048] [--packing documents]
+
+Token stores are synthetic: the ends of documents are real, the ids are holes of a sparse file. Each start is measured
+in a process of its own: seconds of the rows alone, documents per second, and peak anonymous memory beyond that before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.meter import anonymous_nbytes, measure
+from trainer.data.document_rows import stored_rows
+from trainer.data.store import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, StoreMeta, file_digest, map_tokens
+
+# Median and spread of log-normal lengths in tokens, and the shortest length
+LENGTHS = {"chat": (80, 0.8, 4), "web": (450, 1.1, 8), "books": (6000, 1.2, 64)}
+BLOCK = 1 << 20
+
+
+def main() -> None:
+    """Measure each kind of lengths, or one start in this process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--documents", type=int, default=8_000_000)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--packing", default="documents")
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.store is not None:
+        print(json.dumps(measure_start(args.store, args.packing, args.seq_length)))
+        return
+    for kind in LENGTHS:
+        folder = args.work / f"rows-{kind}"
+        write_store(folder, kind, args.documents)
+        command = [sys.executable, "-m", "bench.document_rows", "--work", str(args.work), "--store", str(folder)]
+        command += ["--packing", args.packing, "--seq-length", str(args.seq_length)]
+        for start in ("first", "second"):
+            cost = measure(command)
+            if cost.exit_code:
+                raise SystemExit(cost.stderr)
+            result = json.loads(cost.stdout)
+            peak_mb = round((cost.peak_nbytes - result.pop("anonymous_before")) / 1e6, 1)
+            print(json.dumps({"lengths": kind, "start": start, **result, "anonymous_mb": peak_mb}), flush=True)
+        shutil.rmtree(folder)
+
+
+def write_store(folder: Path, kind: str, n_documents: int) -> None:
+    """Write a synthetic token store."""
+    folder.mkdir(parents=True)
+    n_tokens = 0
+    with (folder / DOCUMENTS_FILE).open("wb") as file:
+        for low in range(0, n_documents, BLOCK):
+            ends = n_tokens + np.cumsum(document_lengths(kind, min(BLOCK, n_documents - low), seed=low))
+            ends.astype("<u8").tofile(file)
+            n_tokens = int(ends[-1])
+    with (folder / TOKENS_FILE).open("wb") as file:
+        file.truncate(2 * n_tokens)
+    values = {"identity": folder.name, "dtype": "uint16", "n_tokens": n_tokens, "n_documents": n_documents, "max_id": 0}
+    digests = {DOCUMENTS_FILE: file_digest(folder / DOCUMENTS_FILE)}
+    (folder / META_FILE).write_text(json.dumps({**values, "digests": digests}))
+
+
+def document_lengths(kind: str, count: int, *, seed: int) -> npt.NDArray[np.int64]:
+    """Return random lengths of documents."""
+    median, spread, shortest = LENGTHS[kind]
+    return shortest + np.random.default_rng(seed).lognormal(np.log(median), spread, count).astype(np.int64)
+
+
+def measure_start(folder: Path, packing: str, seq_length: int) -> dict[str, float]:
+    """Open the rows of a store, or make them; return their time, and the memory before."""
+    meta = StoreMeta(**json.loads((folder / META_FILE).read_text()))
+    tokens = map_tokens(folder, meta, seq_length)
+    before = anonymous_nbytes(os.getpid())
+    started_s = time.monotonic()
+    rows = stored_rows(folder, meta, tokens, packing, target=folder, note=lambda text: None)
+    seconds = time.monotonic() - started_s
+    return {
+        "rows": rows.n_rows,
+        "pieces": len(rows.starts),
+        "efficiency": round(rows.efficiency, 4),
+        "seconds": round(seconds, 2),
+        "documents_per_s": round(meta.n_documents / seconds),
+        "anonymous_before": before,
+    }
+
+
+if __name__ == "__main__":
+    main()

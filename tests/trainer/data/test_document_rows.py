@@ -1,0 +1,165 @@
+"""Rows of documents beside the tokens: made once, checked, and equal to those made in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.corpus import TEXT, change, make_config
+from tests.helpers.process_groups import ThreadProcess, run_processes
+from trainer.data import document_rows
+from trainer.data.document_packing import PackedRows
+from trainer.data.document_rows import DTYPES, make_rows, read_rows
+from trainer.data.partial_folders import released_name
+from trainer.data.store import MappedTokens, read_meta
+from trainer.data.tokenize import TokenizeConfig, open_tokens, tokenize_files
+from trainer.training.shared_tokens import tokenize_in_group
+
+PACKINGS = ("documents", "none")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TokenizeConfig:
+    paths = [tmp_path / f"{number}.txt" for number in range(9)]
+    for number, path in enumerate(paths):
+        path.write_text(TEXT[: 7 * number + 3])
+    return make_config(tmp_path, *paths, packing="documents")
+
+
+def tokenize(config: TokenizeConfig) -> tuple[MappedTokens, PackedRows, list[str]]:
+    notes: list[str] = []
+    tokens = tokenize_files(config, progress=lambda *counts: None, note=notes.append)
+    assert tokens.rows is not None
+    return tokens, tokens.rows, notes
+
+
+def contents(rows: PackedRows) -> list[object]:
+    arrays = [rows.starts.tolist(), rows.lengths.tolist(), rows.ends.tolist()]
+    return [*arrays, rows.seq_length, rows.n_tokens, rows.max_length]
+
+
+def rows_folder(config: TokenizeConfig) -> Path:
+    """Return the folder of the only rows in the cache."""
+    (path,) = config.cache.glob("*/*/rows.json")
+    return path.parent
+
+
+def fail_packing(*args: object) -> None:
+    raise AssertionError("rows are made again")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_stored_rows_are_those_made_in_memory(config: TokenizeConfig, packing: str):
+    tokens, rows, _ = tokenize(change(config, packing=packing))
+    assert contents(rows) == contents(make_rows(tokens, packing))
+    assert len(rows.ends) > 3
+
+
+def test_stored_rows_are_made_once(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+    first = contents(tokenize(config)[1])
+    monkeypatch.setattr(document_rows, "DOCUMENT_ROWS", {"documents": fail_packing})
+    assert contents(tokenize(config)[1]) == first
+    opened = open_tokens(config, rows_folder(config).parent.name, note=print)
+    assert opened.rows is not None
+    assert contents(opened.rows) == first
+    with pytest.raises(AssertionError, match="made again"):
+        tokenize(change(config, seq_length=5))
+
+
+def test_stored_rows_of_other_settings_are_kept(config: TokenizeConfig):
+    for seq_length in (8, 5, 8):
+        for packing in PACKINGS:
+            tokenize(change(config, seq_length=seq_length, packing=packing))
+    assert len([*config.cache.glob("*/*/rows.json")]) == 4
+
+
+def test_store_with_rows_is_complete(config: TokenizeConfig):
+    """Earlier versions read it: they check only the files that its metadata names."""
+    tokenize(config)
+    assert read_meta(rows_folder(config).parent).n_documents == 9
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "rows.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "fifo", "deep"])
+def test_damaged_rows_are_made_again(config: TokenizeConfig, name: str, damage: str):
+    first = contents(tokenize(config)[1])
+    path = rows_folder(config) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if damage == "fifo":
+        os.mkfifo(path)
+    elif damage != "remove":
+        path.write_bytes({"flip": data, "cut": data[:-1], "deep": b"[" * 100_000}[damage])
+    assert contents(tokenize(config)[1]) == first
+    assert contents(read_rows(rows_folder(config), tokenize(config)[0])) == first
+    assert not [*config.cache.rglob("*.partial")]
+
+
+def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
+    """The identity of rows has the digest of the ends of documents."""
+    tokenize(config)
+    meta_path = rows_folder(config).parent / "meta.json"
+    meta = json.loads(meta_path.read_text())
+    ends = np.fromfile(meta_path.with_name("documents.bin"), "<u8")
+    ends[0] += 1
+    ends.tofile(meta_path.with_name("documents.bin"))
+    meta["digests"] = {}
+    meta_path.write_text(json.dumps(meta))
+    tokens, rows, _ = tokenize(config)
+    assert contents(rows) == contents(make_rows(tokens, "documents"))
+
+
+def test_rows_that_cannot_be_stored_are_made_in_memory(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+    def fail(path: Path, *args: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(document_rows, "_write_rows", fail)
+    tokens, rows, notes = tokenize(config)
+    assert contents(rows) == contents(make_rows(tokens, "documents"))
+    assert any("made in memory" in note for note in notes)
+    assert [path.name for path in config.cache.glob("*/*") if path.is_dir()] == []
+
+
+def test_scratch_dir_gets_the_rows_of_a_cached_store(config: TokenizeConfig, tmp_path: Path):
+    """A dry run writes nothing to the folder of the run."""
+    tokenize_files(change(config, packing="concatenate"), progress=lambda *counts: None, note=print)
+    before = sorted(config.cache.rglob("*"))
+    (tmp_path / "scratch").mkdir()
+    tokens, rows, _ = tokenize(change(config, scratch_dir=tmp_path / "scratch"))
+    assert contents(rows) == contents(make_rows(tokens, "documents"))
+    assert sorted(config.cache.rglob("*")) == before
+    assert [*tmp_path.glob("scratch/*/rows.json")]
+
+
+def test_abandoned_rows_are_removed(config: TokenizeConfig):
+    tokenize(config)
+    folder = rows_folder(config)
+    abandoned = folder.with_name(released_name(folder.name))
+    folder.rename(abandoned)
+    tokenize(config)
+    assert rows_folder(config) == folder
+    assert not abandoned.exists()
+
+
+def test_processes_share_the_rows(config: TokenizeConfig):
+    def tokenize_together(process: ThreadProcess) -> list[object]:
+        tokens = tokenize_in_group(config, process, progress=lambda *counts: None, note=lambda text: None)
+        assert tokens.rows is not None
+        return contents(tokens.rows)
+
+    results = run_processes(3, tokenize_together)
+    assert results == [contents(tokenize(config)[1])] * 3
+
+
+def test_processes_that_make_rows_at_once_agree(config: TokenizeConfig, monkeypatch: pytest.MonkeyPatch):
+    """Without locks, as on some file systems of clusters."""
+    tokenize(change(config, packing="none"))
+    monkeypatch.setattr("fcntl.flock", lambda *args: None)
+    results = run_processes(4, lambda process: contents(tokenize(config)[1]))
+    assert results == [results[0]] * 4
+    assert not [*config.cache.rglob("*.partial")]

@@ -1,0 +1,271 @@
+"""Rows of whole documents beside a token store: made once in bounded memory, and mapped at each start.
+
+A folder in the store, named by a digest of all inputs of the rows:
+
+- `starts.bin`: first token of each piece of a document, row after row; int64, little-endian.
+- `lengths.bin`: tokens of each piece; int32, little-endian.
+- `ends.bin`: end of each row in the pieces; int64, little-endian.
+- `rows.json`: `RowsMeta`, with the XXH3-128 digests of the other files.
+
+Earlier versions of prep ignore the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from trainer.data.document_packing import (
+    BLOCK_DOCUMENTS,
+    WINDOW,
+    MakeRows,
+    PackedRows,
+    collect_rows,
+    pack_documents,
+    pad_documents,
+)
+from trainer.data.partial_folders import is_abandoned, partial_name
+from trainer.data.store import (
+    DOCUMENTS_FILE,
+    DamagedStoreError,
+    MappedTokens,
+    StoreMeta,
+    document_blocks,
+    file_digest,
+)
+from trainer.data.store_writer import HashingFile, fsync, lock_cache, publish_folder, remove_folder
+from trainer.files.reading import read_regular_file
+from trainer.files.writing import write_file
+from trainer.models.errors import PrepError
+from trainer.recipe.text_fields import SEGMENTED
+
+Note = Callable[[str], None]
+
+# Rows of documents by `data.packing`
+DOCUMENT_ROWS: Mapping[str, MakeRows] = {SEGMENTED: pack_documents, "none": pad_documents}
+ROWS_VERSION = 1  # part of the identity of rows; raised when the same documents give other rows
+STARTS_FILE, LENGTHS_FILE, ENDS_FILE, META_FILE = "starts.bin", "lengths.bin", "ends.bin", "rows.json"
+DTYPES = {STARTS_FILE: np.dtype("<i8"), LENGTHS_FILE: np.dtype("<i4"), ENDS_FILE: np.dtype("<i8")}
+MIN_NOTE_DOCUMENTS = 1_000_000  # fewer take less than a second
+
+
+@dataclass(frozen=True, slots=True)
+class RowsMeta:
+    """Metadata of stored rows, as written to `rows.json`.
+
+    Attributes:
+        identity: Digest of all inputs of the rows; also the name of the folder.
+        packing: The recipe's `data.packing`.
+        seq_length: Length of a row in tokens.
+        n_pieces: Number of pieces.
+        n_rows: Number of rows.
+        max_length: Tokens of the longest piece.
+        digests: XXH3-128 by file name.
+    """
+
+    identity: str
+    packing: str
+    seq_length: int
+    n_pieces: int
+    n_rows: int
+    max_length: int
+    digests: Mapping[str, str]
+
+    def n_items(self, name: str) -> int:
+        """Return the number of items of a file."""
+        return self.n_rows if name == ENDS_FILE else self.n_pieces
+
+
+def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
+    """Return the rows of a token store, made in memory.
+
+    Args:
+        tokens: The token store.
+        packing: A key of `DOCUMENT_ROWS`.
+    """
+    ends = document_blocks(tokens, BLOCK_DOCUMENTS)
+    return collect_rows(DOCUMENT_ROWS[packing](ends, tokens.seq_length), tokens.seq_length)
+
+
+def stored_rows(
+    store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
+) -> PackedRows:
+    """Return the rows beside a token store; make them if they are missing or damaged.
+
+    Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
+
+    Args:
+        store: Folder of the store.
+        meta: Its metadata.
+        tokens: The mapped store.
+        packing: A key of `DOCUMENT_ROWS`.
+        target: Folder for missing rows: the store, or one that is removed at the end.
+        note: Called with messages for the user.
+    """
+    identity = rows_identity(meta, packing, tokens.seq_length)
+    rows = _read_valid_rows(store / identity, tokens, note)
+    if rows is not None:
+        return rows
+    folder = target / identity
+    try:
+        with lock_cache(target.parent, note):
+            # Another process may have made them while this one waited.
+            rows = _read_valid_rows(folder, tokens)
+            if rows is None:
+                _build_rows(folder, tokens, packing, note)
+                rows = read_rows(folder, tokens, checks_digests=False)
+            return rows
+    except (OSError, PrepError) as error:
+        note(f"the sequences of documents are made in memory, since they cannot be stored: {error}")
+        return make_rows(tokens, packing)
+
+
+def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) -> PackedRows:
+    """Return the rows that another process stored, or whose digests it checked; make missing ones in memory."""
+    try:
+        folder = store / rows_identity(meta, packing, tokens.seq_length)
+        return read_rows(folder, tokens, checks_digests=False)
+    except (OSError, DamagedStoreError):
+        return make_rows(tokens, packing)
+
+
+def rows_identity(meta: StoreMeta, packing: str, seq_length: int) -> str:
+    """Return a digest of all inputs of rows."""
+    inputs = {
+        "version": ROWS_VERSION,
+        "tokens": meta.identity,
+        "n_tokens": meta.n_tokens,
+        "n_documents": meta.n_documents,
+        "documents": meta.digests.get(DOCUMENTS_FILE),
+        "packing": packing,
+        "seq_length": seq_length,
+        "window": WINDOW,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(inputs).encode())
+
+
+def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True) -> PackedRows:
+    """Map stored rows into memory.
+
+    Args:
+        folder: The rows.
+        tokens: The token store.
+        checks_digests: Read all bytes to check the digests; False if another process has done so.
+
+    Raises:
+        FileNotFoundError: There are no rows.
+        DamagedStoreError: The files differ from the metadata, or one cannot be read.
+    """
+    folder.stat()
+    try:
+        meta = _parse_meta(folder, read_regular_file(folder / META_FILE))
+        arrays = _map_arrays(folder, meta, checks_digests=checks_digests)
+    except DamagedStoreError:
+        raise
+    except (OSError, PrepError) as error:
+        raise _damaged_rows_error(folder, str(error)) from error
+    return PackedRows(
+        starts=arrays[STARTS_FILE],
+        lengths=arrays[LENGTHS_FILE],
+        ends=arrays[ENDS_FILE],
+        seq_length=meta.seq_length,
+        n_tokens=tokens.n_tokens,
+        max_length=meta.max_length,
+    )
+
+
+def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of rows by file name."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, dtype in DTYPES.items():
+        path, n_items = folder / name, meta.n_items(name)
+        if path.stat().st_size != n_items * dtype.itemsize:
+            raise _damaged_rows_error(folder, f"{name} has {path.stat().st_size:,} bytes")
+        if checks_digests and file_digest(path) != meta.digests[name]:
+            raise _damaged_rows_error(folder, f"{name} differs from its digest")
+        # A plain array: each slice of a memmap creates another object of that class, which is slow.
+        arrays[name] = np.asarray(np.memmap(path, dtype, "r", shape=(n_items,)))
+    return arrays
+
+
+def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda text: None) -> PackedRows | None:
+    """Return stored rows; None if they are missing, or damaged, which is reported to `note`."""
+    try:
+        return read_rows(folder, tokens)
+    except FileNotFoundError:
+        return None
+    except DamagedStoreError as error:
+        note(f"{error.what} ({error.why}): they are made again")
+        return None
+
+
+def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
+    """Build rows under a name of their own, sync them, then rename them."""
+    if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
+        note(f"arranging {tokens.n_documents:,} documents in sequences, once for these tokens")
+    for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
+        remove_folder(leftover)
+    partial = folder.with_name(partial_name(folder.name))
+    partial.mkdir()
+    try:
+        _write_rows(partial, folder.name, tokens, packing)
+        publish_folder(partial, folder, lambda path: read_rows(path, tokens))
+        fsync(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str) -> None:
+    """Write the files of rows durably."""
+    n_pieces, n_rows, max_length = 0, 0, 0
+    with contextlib.ExitStack() as stack:
+        opened = {name: stack.enter_context((folder / name).open("xb")) for name in DTYPES}
+        files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}
+        for block in DOCUMENT_ROWS[packing](document_blocks(tokens, BLOCK_DOCUMENTS), tokens.seq_length):
+            arrays = {STARTS_FILE: block.pieces.starts, LENGTHS_FILE: block.pieces.lengths, ENDS_FILE: block.ends}
+            for name, array in arrays.items():
+                files[name].write(array.astype(DTYPES[name]).tobytes())
+            n_pieces += len(block.pieces.lengths)
+            n_rows += len(block.ends)
+            max_length = max(max_length, int(block.pieces.lengths.max()))
+        digests = {name: file.digest() for name, file in files.items()}
+    meta = RowsMeta(
+        identity,
+        packing,
+        tokens.seq_length,
+        n_pieces=n_pieces,
+        n_rows=n_rows,
+        max_length=max_length,
+        digests=digests,
+    )
+    for name in DTYPES:
+        fsync(folder / name)
+    write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
+
+
+def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
+    try:
+        values = json.loads(data)
+        meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})
+        numbers = (meta.seq_length, meta.n_pieces, meta.n_rows, meta.max_length)
+        is_valid = all(type(number) is int and number > 0 for number in numbers)
+        is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() == DTYPES.keys()
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
+    if not is_valid or meta.identity != folder.name:
+        raise _damaged_rows_error(folder, f"{META_FILE} has invalid values or belongs to other rows")
+    return meta
+
+
+def _damaged_rows_error(folder: Path, why: str) -> DamagedStoreError:
+    return DamagedStoreError(f"the rows in {folder} are damaged", why)
