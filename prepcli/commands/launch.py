@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prepcli.commands.recipes import find_training_recipe
 from prepcli.console.ui import QUIET, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, PrepError, usage_error
@@ -61,12 +62,14 @@ def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
 def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
     """Return the `gcloud` script of a training, or run it."""
     recipe = _checked_recipe(request)
-    return _deliver("tpu", tpu_script(_job(request, request.job_name or as_label(recipe.name)), options), request)
+    job = _job(_with_recipe_file(request), request.job_name or as_label(recipe.name))
+    return _deliver("tpu", tpu_script(job, options), request)
 
 
 def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
     """Return the JobSet of a training, or create it with `kubectl`."""
     recipe = _checked_recipe(request, nodes=options.nodes, devices_per_node=options.devices_per_node)
+    request = _with_recipe_file(request)
     job = _job(request, request.job_name or as_label(recipe.name))
     return _deliver("gke", gke_manifest(job, options, recipe_text=request.recipe.read_text("utf-8")), request)
 
@@ -96,10 +99,15 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
 
 def _checked_recipe(request: LaunchRequest, *, nodes: int | None = None, devices_per_node: int | None = None) -> Recipe:
     """Return the recipe; raise UsageError for an invalid one, or a mesh of another size, before it waits in a queue."""
-    recipe = load_recipe(request.recipe, overrides_of(request.train_words)).recipe
+    recipe = load_recipe(find_training_recipe(request.recipe), overrides_of(request.train_words)).recipe
     if nodes and devices_per_node:
         resolve_mesh(parse_mesh(recipe.mesh, "mesh"), nodes * devices_per_node, f"{nodes} x {devices_per_node}")
     return recipe
+
+
+def _with_recipe_file(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with the file of a shipped recipe, for targets that copy it."""
+    return replace(request, recipe=find_training_recipe(request.recipe))
 
 
 def _job(request: LaunchRequest, name: str) -> LaunchJob:
