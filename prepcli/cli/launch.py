@@ -9,12 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.cli.options import complete_recipe
 from prepcli.launch.job import DEFAULT_GRACE_S, MAX_RESTARTS
 
 if TYPE_CHECKING:
     from prepcli.commands.launch import LaunchRequest
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a TOML file.", show_default=False)]
+RecipeArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe: a TOML file, or the name of one of `prep recipes`.",
+        autocompletion=complete_recipe,
+        show_default=False,
+    ),
+]
 WordsArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- WORDS", help="Pass these words to prep train.", show_default=False),
@@ -120,7 +129,7 @@ def slurm(
     The job saves and stops before its time limit. SLURM then requeues it, and it resumes.
 
     Examples:
-      prep launch slurm recipes/llama-13b.toml --nodes 2 --devices-per-node 8
+      prep launch slurm llama-13b --nodes 2 --devices-per-node 8
       prep launch slurm run.toml --nodes 4 --time 24:00:00 --module cuda --submit
       prep launch slurm run.toml --setup 'source env/bin/activate' -- --set seed=1
     """

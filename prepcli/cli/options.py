@@ -26,6 +26,32 @@ def complete_family(incomplete: str) -> list[str]:
     return [name for name in ALIAS_FAMILIES if name.startswith(incomplete)]
 
 
+def complete_shipped_recipe(incomplete: str) -> list[str]:
+    """Return the names of the shipped recipes that start with `incomplete`."""
+    from prepcli.commands.recipes import recipe_names
+
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the TOML files here, and the shipped recipes, that start with `incomplete`."""
+    files = sorted(path.name for path in Path().glob("*.toml"))
+    return [*(name for name in files if name.startswith(incomplete)), *complete_shipped_recipe(incomplete)]
+
+
+def complete_recipe_or_checkpoint(incomplete: str) -> list[str]:
+    """Return the recipes and the checkpoints that start with `incomplete`."""
+    names = [*complete_recipe(incomplete), *complete_checkpoint(incomplete)]
+    return [*dict.fromkeys(names)]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Return the kinds of accelerators that start with `incomplete`, in any case."""
+    from trainer.planning.accelerators import ACCELERATORS
+
+    return [name for name in ACCELERATORS if name.lower().startswith(incomplete.lower())]
+
+
 CheckpointArgument = Annotated[
     str,
     typer.Argument(

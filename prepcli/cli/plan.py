@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
-from prepcli.cli.options import ConfigOption, OfflineOption
+from prepcli.cli.options import ConfigOption, OfflineOption, complete_devices, complete_recipe_or_checkpoint
 
 
 @expand_option_groups
@@ -18,6 +18,7 @@ def plan(
         typer.Argument(
             metavar="RECIPE_OR_CHECKPOINT",
             help="Recipe (.toml, or the name of one of `prep recipes`), or a folder, alias or hub id.",
+            autocompletion=complete_recipe_or_checkpoint,
             show_default=False,
         ),
     ],
@@ -39,6 +40,7 @@ def plan(
             "--devices",
             metavar="KIND[:N]",
             help="Plan for N devices of KIND, for example v5p:256; N alone: of any kind; default: all kinds.",
+            autocompletion=complete_devices,
             show_default=False,
         ),
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.cli.options import complete_shipped_recipe
 from prepcli.errors import usage_error
 
 COPY = "copy"
@@ -17,7 +18,12 @@ COPY = "copy"
 def recipes(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[copy] NAME", help="A recipe to print or copy; default: list all.", show_default=False),
+        typer.Argument(
+            metavar="[copy] NAME",
+            help="A recipe to print or copy; default: list all.",
+            autocompletion=complete_shipped_recipe,
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,

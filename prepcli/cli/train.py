@@ -20,6 +20,7 @@ from prepcli.cli.options import (
     RevisionOption,
     StepOption,
     StreamOption,
+    complete_recipe,
 )
 from prepcli.console.stdio import library_output_hidden
 from prepcli.console.ui import SLABS
@@ -76,6 +77,7 @@ def train(
         Path | None,
         typer.Argument(
             metavar="RECIPE",
+            autocompletion=complete_recipe,
             help="Recipe: a TOML file, or the name of one of `prep recipes`; keys: docs/reference/recipes.md.",
             show_default=False,
         ),

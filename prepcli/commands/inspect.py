@@ -60,6 +60,7 @@ class InspectRequest:
     offline: bool = False
     revision: str | None = None
     stream: bool = False  # read from the hub without a local copy
+    config: Path | None = None  # of `checkpoint`, if it has none
 
 
 def inspect(request: InspectRequest, ui: Ui) -> Report:
@@ -76,7 +77,7 @@ def inspect(request: InspectRequest, ui: Ui) -> Report:
         PrepError: The options conflict, no name matches, or the checkpoint cannot be read.
     """
     _check_request(request)
-    located, contents = read_checkpoint(request, request.checkpoint, request.revision, ui)
+    located, contents = read_checkpoint(request, request.checkpoint, request.revision, ui, config=request.config)
     source = {"source": _source_fields(contents, located, ui)}
     if request.diff is None:
         check_stream(request.stream, located)
@@ -112,13 +113,13 @@ def _check_request(request: InspectRequest) -> None:
 
 
 def read_checkpoint(
-    request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui
+    request: InspectRequest, checkpoint: str, revision: str | None, ui: Ui, *, config: Path | None = None
 ) -> tuple[LocatedCheckpoint, CheckpointContents]:
     """Locate a checkpoint, and read its headers or index."""
     access = make_access(ui, offline=request.offline, stream=request.stream, allow_urls=True)
     access = replace(access, allow_adapters=True)
     located = locate(checkpoint, revision, access=access)
-    return located, read_contents(located)
+    return located, read_contents(located, config)
 
 
 def _match_names(names: Collection[str], pattern: str | None, checkpoint: str) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.contents import CheckpointContents, TensorEntry, nbytes_below
 from prepcli.planning.state_names import OPT_STATE, PARAMS
+from prepcli.sources.source import CONFIG
 
 ShapeAndDtype = tuple[tuple[int, ...], str]
 
@@ -61,7 +62,11 @@ def _family_text(contents: CheckpointContents) -> str:
     if contents.family is not None:
         return contents.family.name
     model_type = contents.config.get("model_type")
-    return f"{model_type} (unknown family)" if isinstance(model_type, str) else "unknown family"
+    if isinstance(model_type, str):
+        return f"{model_type} (unknown family)"
+    # Files of Flax are often copied without the config that they need.
+    needs_config = contents.kind in ("flax", "easylm") and not contents.config
+    return f"unknown family (no {CONFIG}: `--config PATH`)" if needs_config else "unknown family"
 
 
 def _layout_text(source: Mapping[str, Any]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prepcli.commands.recipes import find_training_recipe
 from prepcli.console.ui import QUIET, Report, Ui
 from prepcli.engine.files import io_error
 from prepcli.errors import FAILED, PrepError, usage_error
@@ -70,7 +71,8 @@ def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
     hardware = tpu_vm_hardware(options.accelerator, training)
     if hardware is not None:
         check_training(training, hardware)
-    return _deliver("tpu", tpu_script(_job(request, request.job_name or as_label(recipe.name)), options), request)
+    job = _job(_with_recipe_file(request), request.job_name or as_label(recipe.name))
+    return _deliver("tpu", tpu_script(job, options), request)
 
 
 def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
@@ -81,7 +83,9 @@ def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
     if options.claim is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
         raise usage_error("`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`")
-    job, text = _job(request, request.job_name or as_label(recipe.name)), request.recipe.read_text("utf-8")
+    request = _with_recipe_file(request)
+    job = _job(request, request.job_name or as_label(recipe.name))
+    text = request.recipe.read_text("utf-8")
     manifest = gke_manifest(job, options, recipe_text=text, num_slices=num_slices(training.slices))
     return _deliver("gke", manifest, request)
 
@@ -111,7 +115,7 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
 
 def _load_recipe(request: LaunchRequest) -> Recipe:
     """Return the recipe; raise UsageError for an invalid one before it waits in a queue."""
-    return load_recipe(request.recipe, values_of("--set", request.train_words)).recipe
+    return load_recipe(find_training_recipe(request.recipe), values_of("--set", request.train_words)).recipe
 
 
 def _training(recipe: Recipe, request: LaunchRequest) -> Training:
@@ -124,6 +128,11 @@ def _training(recipe: Recipe, request: LaunchRequest) -> Training:
         local_devices=recipe.cluster.n_local_devices,
         is_in_bucket=bool(outputs) and parse_out_url(Path(outputs[-1])) is not None,
     )
+
+
+def _with_recipe_file(request: LaunchRequest) -> LaunchRequest:
+    """Return the request with the file of a shipped recipe, for targets that copy it."""
+    return replace(request, recipe=find_training_recipe(request.recipe))
 
 
 def _job(request: LaunchRequest, name: str) -> LaunchJob:

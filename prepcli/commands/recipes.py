@@ -126,6 +126,11 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else PACKAGE.parent / "recipes"
 
 
+def recipe_names() -> list[str]:
+    """Return the names of the shipped recipes, in alphabetical order."""
+    return [*_recipe_paths()]
+
+
 def _recipe_paths() -> dict[str, Path]:
     """Return the paths of the shipped recipes by name, in alphabetical order."""
     return {path.stem: path for path in sorted(recipes_folder().glob(f"*{SUFFIX}"), key=lambda path: path.stem)}

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import signal
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -50,7 +51,7 @@ from prepcli.commands.train_start import StartCheckpoint, check_restart_source, 
 from prepcli.commands.train_together import run_together
 from prepcli.console.job_errors import label_errors
 from prepcli.console.ui import SLABS, Report, Ui
-from prepcli.errors import PrepError
+from prepcli.errors import PrepError, UsageError
 from prepcli.execution.joint_work import joint_work
 from prepcli.execution.kept_steps import KeepRule
 from prepcli.execution.run_folder import RunFolder
@@ -225,7 +226,13 @@ def _open_start_checkpoint(
     mesh = parse_mesh(loaded.recipe.mesh, "mesh")
     slices = parse_slice_counts(loaded.recipe.cluster.dcn_mesh)
     recipe_rules = merge_rules(loaded.recipe.rules or (), origin="rules")
-    recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
+    try:
+        recipe_sharding = make_sharding_context(mesh, recipe_rules, slices=slices)
+    except UsageError as error:
+        if not request.dry_run:
+            raise
+        plan_command = f"prep plan {shlex.quote(str(request.recipe))}"
+        raise replace(error, hint=f"{error.hint}, or without devices: `{plan_command}`") from None
     check_inputs(loaded.recipe, DataFinder(make_access(ui, offline=request.offline), ui.note))
     check_devices(loaded.recipe, recipe_sharding)
     lora, last_step = loaded.recipe.lora, _last_step(place, request, group)

@@ -21,6 +21,8 @@ from prepcli.formats.orbax_store import StoredRange, StoredValue
 from prepcli.formats.safetensors import read_safetensors_folder
 from prepcli.formats.torch_files import read_torch_folder
 from prepcli.formats.zarr import ChunkIndex
+from prepcli.planning.chunk_placement import LeafPiece
+from prepcli.planning.grids import StridedPlacement
 from prepcli.planning.plan import Contiguous, Locations, location_copies
 from prepcli.planning.state_names import PARAMS
 from prepcli.planning.tensors import FileTensor, array_bits, itemsize
@@ -34,7 +36,8 @@ from prepcli.sources.openers.peft_folder import read_header
 from prepcli.sources.openers.torch_folder import placement_of
 from prepcli.sources.opening import check_local_files
 from prepcli.sources.source import CONFIG, SourceTensor, read_config
-from prepcli.sources.source_hints import NO_HINTS
+from prepcli.sources.source_hints import NO_HINTS, SourceHints
+from prepcli.sources.tree_tensors import StoredLeaf, match_foreign_tree
 from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, parameter_rows
 from trainer.models.registry import FAMILIES
@@ -126,8 +129,12 @@ class CheckpointContents:
         return sum(len(entry.chunks) for entry in self.entries)
 
 
-def read_contents(located: LocatedCheckpoint) -> CheckpointContents:
+def read_contents(located: LocatedCheckpoint, config_path: Path | None = None) -> CheckpointContents:
     """Read the headers or the index of a located checkpoint.
+
+    Args:
+        located: Result of `locate`.
+        config_path: The user's config.json, or a folder with one, if any.
 
     Raises:
         PrepError: The checkpoint is broken or not supported.
@@ -136,6 +143,10 @@ def read_contents(located: LocatedCheckpoint) -> CheckpointContents:
     with local_files.rename_in_errors(display_name):
         check_local_files(local_files, (CONFIG,))  # the only file besides headers and index that is read
         contents = READERS[located.kind](local_files.path, display_name)
+        if config_path is not None:
+            hints = SourceHints(config_path)
+            config = read_config(hints.resolve_config_path(contents.folder, display_name))
+            contents = replace(contents, config=config)
         if local_files.remote is None:
             return contents
         return replace(contents, blobs=local_files.remote.blobs(contents.files, contents.blobs))
@@ -370,12 +381,31 @@ def count_parameters(contents: CheckpointContents) -> int | None:
 
 
 def _count_parameters(family: Family, contents: CheckpointContents) -> int:
-    shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
+    if contents.kind in ("flax", "easylm"):
+        shapes = _shapes_of_tree(family, contents)
+    else:
+        shapes = {entry.name.removeprefix(family.prefix): entry.shape for entry in contents.entries}
     if family.is_tied(contents.config, shapes) and family.tying.embedding_tensor in shapes:
         shapes.pop(family.tying.head_tensor, None)
     rows = parameter_rows(family, contents.config, tensors=shapes)
     pattern = re.compile("|".join(_name_pattern(row) for row in rows.values()))
     return sum(math.prod(shape) for name, shape in shapes.items() if pattern.fullmatch(name))
+
+
+def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the family's tensors that the leaves of another library's tree hold, by bare name."""
+    leaves = {
+        entry.name: StoredLeaf(entry.shape, entry.dtype, tuple(max(1, n) for n in entry.shape), _no_placement)
+        for entry in contents.entries
+    }
+    tree = match_foreign_tree(leaves, family, contents.config, contents.display_name)
+    return {tensor.name: tensor.shape for tensor in tree.tensors}
+
+
+def _no_placement(piece: LeafPiece) -> StridedPlacement:
+    """Return the placement of a chunk that is not read."""
+    zeros = (0,) * len(piece.grid.shape)
+    return StridedPlacement(0, 0, zeros, zeros)
 
 
 def _name_pattern(row: Row) -> str:

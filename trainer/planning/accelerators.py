@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from trainer.models.attention_kernels import DeviceKind
 from trainer.models.errors import usage_error
 from trainer.models.mesh import MAX_DEVICES
-from trainer.models.suggest import did_you_mean
+from trainer.models.suggest import did_you_mean_start
 
 GB = 10**9
 TERA = 10**12
@@ -118,7 +118,7 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int | None]:
     name, colon, number = ("", ":", text) if is_number else text.partition(":")
     kinds = {known.lower(): known for known in ACCELERATORS}
     if not is_number and name.lower() not in kinds:
-        why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean(name, ACCELERATORS)
+        why, hint = f"known: {', '.join(ACCELERATORS)}", did_you_mean_start(name, ACCELERATORS)
         raise usage_error(f"`--devices {text:.60}`: unknown kind `{name:.60}`", why, hint)
     if colon and not (re.fullmatch("[0-9]{1,7}", number) and 1 <= int(number) <= MAX_DEVICES):
         why = f"it takes KIND, KIND:NUMBER or NUMBER, at most {MAX_DEVICES:,} devices"

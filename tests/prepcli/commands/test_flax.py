@@ -327,6 +327,27 @@ def test_inspect_lists_tensors_of_flax_files(capsys: pytest.CaptureFixture[str])
     assert "step is 0" in stdout
 
 
+def inspected_source(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["inspect", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["source"]
+
+
+@pytest.mark.parametrize("folder", FLAX_FOLDERS, ids=[f"{path.parent.name}-{path.name}" for path in FLAX_FOLDERS])
+def test_inspect_counts_parameters_of_flax_folders(capsys: pytest.CaptureFixture[str], folder: Path):
+    expected = inspected_source(capsys, str(folder.parent / "hf"))["parameters"]
+    assert inspected_source(capsys, str(folder))["parameters"] == expected > 0
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_inspect_reads_the_config_of_flax_files(capsys: pytest.CaptureFixture[str], name: str):
+    expected = inspected_source(capsys, str(LLAMA / "hf"))["parameters"]
+    source = inspected_source(capsys, str(LLAMA / name), "--config", str(LLAMA / "hf"))
+    assert (source["family"], source["parameters"]) == ("llama", expected)
+    assert main(["inspect", str(LLAMA / name)]) == 0
+    assert "unknown family (no config.json: `--config PATH`)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("layout", ["hf-flax", "easylm"])
 def test_flax_export_casts(layout: str):
     make_checkpoint(Path("m"), LLAMA_CONFIG)

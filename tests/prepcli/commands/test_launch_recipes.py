@@ -9,7 +9,7 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.commands.recipes import recipes_folder
-from prepcli.errors import OK
+from prepcli.errors import OK, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.slow_cases import slow_except
 from tests.helpers.tiny_checkpoints import FAMILY_CONFIGS, GPT2, LLAMA, make_checkpoint
@@ -45,9 +45,43 @@ def test_launch_recipes_fit_and_are_launched(
     assert (report["devices"], report["kinds"][0]["fits"], report["warnings"]) == (count, True, [])
     assert report["memory"]["peak"] < peak_gb * 10**9
     target, *options = launch
-    assert f"prep launch {target} recipes/{name}.toml {' '.join(options)}" in recipe.read_text()
-    assert main(["launch", target, str(recipe), *options]) == OK
+    assert f"prep launch {target} {name} {' '.join(options)}" in recipe.read_text()
+    assert main(["launch", target, name, *options]) == OK
     assert "prep train" in capsys.readouterr().out
+
+
+LAUNCH_OPTIONS = {
+    "slurm": (),
+    "tpu": ("--accelerator", "v4-64", "--zone", "us-central2-b"),
+    "gke": ("--image", "IMAGE", "--nodes", "4", "--devices-per-node", "4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "trained"),
+    [("slurm", "prep train gpt2"), ("tpu", 'prep train "$HOME"/gpt2.toml'), ("gke", "prep train /etc/prep/gpt2.toml")],
+)
+def test_launch_takes_the_name_of_a_shipped_recipe(
+    target: str, trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", target, "gpt2", *LAUNCH_OPTIONS[target]]) == OK
+    assert trained in capsys.readouterr().out
+
+
+def test_launch_local_checks_a_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "local", "gpt2", "--processes", "2"]) == USAGE
+    assert "mesh 16,1,1 needs 16 devices, there are 2" in capsys.readouterr().err
+
+
+def test_launch_suggests_a_shipped_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", "gpt-neo"]) == USAGE
+    assert "did you mean `gpt-neo-1.3b`" in capsys.readouterr().err
+
+
+def test_comments_of_recipes_name_no_folder() -> None:
+    """A wheel has the recipes in its package, and no folder `recipes` here."""
+    for recipe in recipes_folder().glob("*.toml"):
+        assert "recipes/" not in recipe.read_text(), recipe.name
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,11 @@ def test_invalid_requests_are_errors(words: list[str], code: int, what: str, cap
     assert plan_json(capsys, "llama-7b.toml", *words, code=code)["error"]["what"] == what
 
 
+def test_start_of_a_kind_suggests_its_sizes(capsys: pytest.CaptureFixture[str]):
+    error = plan_json(capsys, "llama-7b.toml", "--devices", "a100:8", code=USAGE)["error"]
+    assert error["hint"] == "did you mean `A100-40` or `A100-80`?"
+
+
 def test_page_is_self_contained(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "llama-7b.toml", "--devices", "v5e", "--html", "plan.html"]) == OK
     page = Path("plan.html").read_text()

@@ -196,6 +196,11 @@ def test_mesh_with_too_many_devices_is_rejected(work_dir: Path, capsys: pytest.C
     assert "`--set mesh=1,8,1`" in hint
 
 
+def test_dry_run_without_the_devices_points_to_plan(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    *_, hint = train_error(capsys, "--set", "mesh=1,64,4", "--dry-run")
+    assert hint == "`--set mesh=1,8,1`, or without devices: `prep plan recipe.toml`"
+
+
 def test_indivisible_batch_is_rejected(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     code, what, *_ = train_error(capsys, "--set", "batch.size=7")
     assert (code, what) == (USAGE, "a micro-batch of 7 does not divide among 2 replicas")
