@@ -19,7 +19,7 @@ from prepcli.errors import invalid_config_error, usage_error
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, MatchOptions, vocab_tensors
 from prepcli.planning.plan import Contiguous, Fill, Plan
 from prepcli.planning.slabs import PAGE
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import Source, SourceTensor, match_source_tensors, source_rows
 from prepcli.targets.hf_folder import (
@@ -71,16 +71,17 @@ def pad_vocab(request: PadVocabRequest, ui: Ui) -> Report:
 
 
 def padded_size(request: PadVocabRequest, vocabulary: Vocabulary) -> int:
-    """Return the requested number of rows; raise UsageError if the true vocabulary has more."""
+    """Return the requested number of rows; raise UsageError if it is too small or too large."""
     if request.size is not None:
         if request.size < vocabulary.true_size:
             why = f"the true vocabulary has {vocabulary.true_size} rows"
             raise usage_error(f"`--size {request.size}` is too small", why, f"`--size {vocabulary.true_size}` or more")
-        return request.size
+        return check_padded_size(request.size, f"--size {request.size}")
     if request.mesh is not None:
         mesh = parse_mesh(request.mesh)
         return vocabulary.padded_size(math.lcm(*(mesh.size(axis) for axis in PARAM_RULES["vocab"][0])))
-    return vocabulary.padded_size(request.multiple or DEFAULT_MULTIPLE)
+    multiple = request.multiple or DEFAULT_MULTIPLE
+    return check_padded_size(vocabulary.padded_size(multiple), f"--multiple {multiple}")
 
 
 def check_seed(init: str, seed: int | None) -> None:

@@ -26,7 +26,7 @@ from prepcli.formats.manifest import ADAPTER_KEYS, PREP_KEYS, STATE_ITEM, find_m
 from prepcli.formats.orbax import find_item
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, MatchOptions
 from prepcli.planning.plan import DroppedTensor, Plan
-from prepcli.planning.vocabulary import Vocabulary
+from prepcli.planning.vocabulary import Vocabulary, check_padded_size
 from prepcli.sources.locate import LocatedCheckpoint
 from prepcli.sources.source import HF_FOLDER, Source, match_source_tensors, source_rows
 from prepcli.targets.hf_folder import copied_small_files, settings_files
@@ -39,6 +39,7 @@ from trainer.models.rule_text import merge_rules
 from trainer.models.rules import check_leaf_rules
 
 DEVICES_PER_HOST = 4  # of a TPU host and of many GPU hosts; for the estimate of the bytes that a host reads
+MAX_MULTIPLE_DIGITS = 18  # of `--pad-vocab`
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +264,14 @@ def _vocab_rows(request: SaveInitRequest, source: Source, *, vocabulary: Vocabul
         dims = {path: row.leaf_dims for path, row in source_rows(source).items()}
         num_shards = vocab_multiple(dims, partitioning.mesh, partitioning.rules)
         return -(-vocabulary.stored_size // num_shards) * num_shards
-    if not request.pad_vocab.isdecimal() or int(request.pad_vocab) < 1:
-        raise usage_error(f"invalid `--pad-vocab {request.pad_vocab}`", "it takes no, auto, or a multiple")
-    padded = vocabulary.padded_size(int(request.pad_vocab))
+    option = f"--pad-vocab {request.pad_vocab}"
+    is_number = request.pad_vocab.isdecimal() and len(request.pad_vocab) <= MAX_MULTIPLE_DIGITS
+    if not is_number or int(request.pad_vocab) < 1:
+        raise usage_error(f"invalid `{option}`", "it takes no, auto, or a multiple")
+    padded = check_padded_size(vocabulary.padded_size(int(request.pad_vocab)), option)
     if padded < vocabulary.stored_size:
         why = f"the tensors have {vocabulary.stored_size} rows, {vocabulary.true_size} of them true"
-        raise PrepError(f"`--pad-vocab {request.pad_vocab}` would remove rows", why, "`prep export` removes padding")
+        raise PrepError(f"`{option}` would remove rows", why, "`prep export` removes padding")
     return padded
 
 

@@ -10,6 +10,7 @@ from prepcli.errors import PrepError, usage_error
 from trainer.models.parameters import read_size
 
 VOCAB_SIZE_KEY, TRUE_VOCAB_SIZE_KEY = "vocab_size", "true_vocab_size"
+MAX_ROWS = (1 << 31) - 1  # token ids are 32-bit integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ def read_vocabulary(config: Mapping[str, Any], default_size: int, *, true_size: 
         make_error = usage_error if true_size is not None else PrepError
         raise make_error(f"{origin} {size} is out of range", f"the vocabulary has {stored_size} rows")
     return Vocabulary(size, stored_size)
+
+
+def check_padded_size(rows: int, option: str) -> int:
+    """Return the rows of a padded vocabulary.
+
+    Args:
+        rows: Number of rows.
+        option: The option that asks for them, with its value.
+
+    Raises:
+        UsageError: There are more than 32-bit token ids.
+    """
+    if rows > MAX_ROWS:
+        raise usage_error(f"`{option}` is too large", f"a vocabulary has at most {MAX_ROWS:,} rows")
+    return rows
 
 
 def with_vocabulary(config: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:

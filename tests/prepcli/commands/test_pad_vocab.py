@@ -125,3 +125,24 @@ def test_next_command_of_pad_vocab_works(
     command = run_json(capsys, "pad-vocab", "./m", "--mesh", "1,1,4")["next"]
     assert command == f"prep save-init m-padded --mesh 1,1,4{rules}"
     run_ok(*shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pad-vocab", "tiny", "--size", str(1 << 31)],
+        ["pad-vocab", "tiny", "--multiple", str(1 << 62)],
+        ["save-init", "tiny", "--pad-vocab", "9" * 18],
+        ["save-init", "tiny", "--pad-vocab", "9" * 30],
+        ["save-init", "tiny", "--pad-vocab", "9" * 5000],
+    ],
+)
+def test_huge_vocabulary_is_refused_at_once(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would have a plan of trillions of chunks."""
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("tiny"))
+    err = run_failing(capsys, 2, *words, "--dry-run")
+    assert "is too large" in err or "invalid `--pad-vocab 999" in err
+    assert len(err) < 400
