@@ -17,7 +17,7 @@ from prepcli.execution.uploads import parse_out_url
 from prepcli.launch.gke import GkeOptions, gke_manifest
 from prepcli.launch.hardware import Training, check_training, gke_hardware, plain_hardware, tpu_vm_hardware
 from prepcli.launch.job import MAX_RESTARTS, LaunchJob, as_label, parse_env, values_of
-from prepcli.launch.local import ProcessWatcher, start_processes
+from prepcli.launch.local import GRACE_MARGIN_S, ProcessWatcher, start_processes
 from prepcli.launch.slurm import SlurmOptions, slurm_script
 from prepcli.launch.tpu import TpuOptions, tpu_script
 from trainer.files.writing import write_file
@@ -61,7 +61,9 @@ def launch_slurm(request: LaunchRequest, options: SlurmOptions) -> Report:
     """Return the batch script of a training, or submit it with `sbatch`."""
     recipe = _load_recipe(request)
     check_training(_training(recipe, request), plain_hardware(options.nodes, options.devices_per_node))
-    return _deliver("slurm", slurm_script(_job(request, request.job_name or recipe.name), options), request)
+    job = _job(request, request.job_name or recipe.name)
+    script = slurm_script(job, options, heartbeat_timeout_s=recipe.cluster.heartbeat_timeout)
+    return _deliver("slurm", script, request)
 
 
 def launch_tpu(request: LaunchRequest, options: TpuOptions) -> Report:
@@ -100,15 +102,21 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
         devices: CPU devices of each process.
 
     Raises:
-        PrepError: A process failed or was stopped; its exit code is that of the first such process.
+        PrepError: A process failed or was stopped; the exit code is that of the process that caused the end.
     """
-    check_training(_training(_load_recipe(request), request), plain_hardware(processes, devices))
+    recipe = _load_recipe(request)
+    check_training(_training(recipe, request), plain_hardware(processes, devices))
     job = _job(request, "local")
     env = {**dict(job.env), PARENT_VARIABLE: str(os.getpid())}
     words = ["train", *(["--quiet"] if ui.level <= QUIET else []), job.recipe, *job.train_words]
     with remember_signal() as poll_signal:
         running = start_processes(words, count=processes, devices=devices, environ=os.environ, env=env)
-        watcher = ProcessWatcher(running, lambda index, line: ui.note(f"[{index}] {line}", QUIET), poll_signal)
+        watcher = ProcessWatcher(
+            running,
+            lambda index, line: ui.note(f"[{index}] {line}", QUIET),
+            poll_signal,
+            grace_s=recipe.cluster.heartbeat_timeout + GRACE_MARGIN_S,
+        )
         text = watcher.wait()
     return Report(text.rstrip("\n"), {"target": "local", "processes": processes, "devices": devices})
 

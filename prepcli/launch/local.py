@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from prepcli.errors import FAILED, INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
+from prepcli.errors import INTERRUPTED, OK, RESUME_HINT, STOPPED, PrepError
 
 REMOVED_PREFIXES = ("JAX_", "XLA_", "SLURM_", "OMPI_")  # would describe another job or other devices
 POLL_S = 0.1
-FAILURE_GRACE_S = 10.0  # for the other processes after one has failed
-STOP_GRACE_S = 60.0  # for the other processes after one was stopped
+GRACE_MARGIN_S = 60.0  # beyond the heartbeat's time-out, to report a lost process on a busy machine
 
 
 def free_port() -> int:
@@ -91,38 +90,41 @@ class ProcessWatcher:
         processes: The processes, started with pipes.
         on_line: Receives each line of stderr with the index of its process.
         poll_signal: Returns the name of a signal for the processes, empty if there is none.
+        grace_s: Seconds that the other processes have to end after the first one has failed or was stopped.
     """
 
     processes: Sequence[subprocess.Popen[str]]
     on_line: Callable[[int, str], None]
     poll_signal: Callable[[], str]
+    grace_s: float
     _lines: queue.SimpleQueue[tuple[int, str]] = field(default_factory=queue.SimpleQueue)
     _results: dict[int, str] = field(default_factory=dict)
     _forwarded: str = ""
-    _first_failed: int | None = None
+    _has_lines: set[int] = field(default_factory=set)
+    _returncodes: dict[int, int] = field(default_factory=dict)  # of the processes that this watcher did not kill
     _deadline_s: float = float("inf")
 
     def wait(self) -> str:
         """Wait until all processes have ended, and return the stdout of process 0.
 
         Raises:
-            PrepError: A process failed or was stopped. The first one determines the exit code.
+            PrepError: A process failed or was stopped. The one that caused the others to end determines the exit code.
         """
         readers = [thread for index in range(len(self.processes)) for thread in self._start_readers(index)]
         try:
-            while any(process.poll() is None for process in self.processes):
+            while len(self._returncodes) < len(self.processes) and time.monotonic() <= self._deadline_s:
                 self._pass_lines(POLL_S)
                 self._forward_signal()
-                self._end_survivors()
+                self._note_ends()
         finally:
             for process in self.processes:
                 process.kill()
         for thread in readers:
             thread.join()
         self._pass_lines(0)
-        self._note_failure()
-        if self._first_failed is not None:
-            raise self._failure(self._first_failed)
+        failed = [index for index, returncode in self._returncodes.items() if returncode != OK]
+        if failed:
+            raise self._failure(min(failed, key=self._rank))
         return self._results[0]
 
     def _start_readers(self, index: int) -> list[threading.Thread]:
@@ -143,11 +145,15 @@ class ProcessWatcher:
     def _pass_lines(self, timeout_s: float) -> None:
         """Pass on the lines that have arrived, waiting for the first one."""
         try:
-            self.on_line(*self._lines.get(timeout=timeout_s or None, block=timeout_s > 0))
+            self._pass_line(*self._lines.get(timeout=timeout_s or None, block=timeout_s > 0))
             while True:
-                self.on_line(*self._lines.get_nowait())
+                self._pass_line(*self._lines.get_nowait())
         except queue.Empty:
             pass
+
+    def _pass_line(self, index: int, line: str) -> None:
+        self._has_lines.add(index)
+        self.on_line(index, line)
 
     def _forward_signal(self) -> None:
         name = self.poll_signal()
@@ -156,33 +162,62 @@ class ProcessWatcher:
             for process in self.processes:
                 process.send_signal(signal.Signals[name])
 
-    def _end_survivors(self) -> None:
-        """Kill the other processes some time after the first one has failed: they may wait for it forever."""
-        self._note_failure()
-        if time.monotonic() > self._deadline_s:
-            for process in self.processes:
-                process.kill()
+    def _note_ends(self) -> None:
+        """Record the processes that have ended; the first failure sets the deadline of the others.
 
-    def _note_failure(self) -> None:
-        if self._first_failed is None:
-            failed = (i for i, process in enumerate(self.processes) if process.poll() not in (None, OK))
-            self._first_failed = next(failed, None)
-            if self._first_failed is not None:
-                is_stopped = self._code(self._first_failed) in (STOPPED, INTERRUPTED)
-                self._deadline_s = time.monotonic() + (STOP_GRACE_S if is_stopped else FAILURE_GRACE_S)
+        They may wait for the failed process forever, or until the watchdog notices that its heartbeat is missing.
+        """
+        for index, process in enumerate(self.processes):
+            returncode = process.poll()
+            if returncode is None or index in self._returncodes:
+                continue
+            self._returncodes[index] = returncode
+            if returncode != OK and self._deadline_s == float("inf"):
+                self._deadline_s = time.monotonic() + self.grace_s
+            if self._is_lost(index):
+                self.on_line(index, f"process {index} {self._end_text(index)}; the others stop")
+
+    def _is_lost(self, index: int) -> bool:
+        """Return whether a process ended by a signal that this watcher did not forward."""
+        return self._returncodes[index] < 0 and not self._is_forwarded(index)
+
+    def _is_forwarded(self, index: int) -> bool:
+        return bool(self._forwarded) and self._returncodes[index] == -signal.Signals[self._forwarded]
+
+    def _rank(self, index: int) -> int:
+        """Return the rank of a failure as the cause of the others; the lowest is the cause.
+
+        Several processes may have ended between two polls, so the order of their ends is unknown. A process that was
+        killed reports nothing, and JAX aborts or stops those that lost it.
+        """
+        returncode = self._returncodes[index]
+        if self._is_lost(index):
+            return 1 if returncode == -signal.SIGABRT else 0
+        return 3 if self._code(index) in (STOPPED, INTERRUPTED) else 2
 
     def _code(self, index: int) -> int:
-        """Return the exit code of `prep` for a process that has ended, also for one that a signal killed."""
-        code = self.processes[index].returncode
-        if code >= 0:
-            return code
-        is_forwarded = bool(self._forwarded) and code == -signal.Signals[self._forwarded]
-        return (INTERRUPTED if self._forwarded == "SIGINT" else STOPPED) if is_forwarded else FAILED
+        """Return the exit code of `prep` for a process that has ended.
+
+        A process that a signal killed counts as stopped: the same command resumes the run.
+        """
+        returncode = self._returncodes[index]
+        if returncode >= 0:
+            return returncode
+        return INTERRUPTED if self._is_forwarded(index) and self._forwarded == "SIGINT" else STOPPED
+
+    def _end_text(self, index: int) -> str:
+        returncode = self._returncodes[index]
+        if returncode < 0:
+            return f"was killed by {signal.Signals(-returncode).name}"
+        return f"exited with {returncode}"
 
     def _failure(self, index: int) -> PrepError:
-        code, returncode = self._code(index), self.processes[index].returncode
+        code, end = self._code(index), f"process {index} {self._end_text(index)}"
+        if self._is_lost(index):
+            return PrepError(end, "the others cannot train without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):
             what = f"stopped by {self._forwarded}" if self._forwarded else f"process {index} was stopped"
-            return PrepError(what, f"process {index} exited with {code}", RESUME_HINT, code)
-        killed = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
-        return PrepError(f"process {index} {killed}", "", f"the lines that begin with [{index}] show its error", code)
+            return PrepError(what, end, RESUME_HINT, code)
+        if index in self._has_lines:
+            return PrepError(end, "", f"the lines that begin with [{index}] show its error", code)
+        return PrepError(end, "it printed no message", "`prep train` with the same words, in one process", code)

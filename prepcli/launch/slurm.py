@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from prepcli.launch.job import DEFAULT_GRACE_S, LaunchJob, check_text
 from prepcli.launch.shell import RESTARTABLE, command_line, comment, environment_lines, script
 
-LOST_PROCESS_S = 300  # the other tasks have this long to end after the first
+MIN_WAIT_S = 300  # the other tasks have at least this long to end after the first
+HEARTBEAT_MARGIN_S = 240  # beyond the heartbeat's time-out, after which they know that a task is lost
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
@@ -44,11 +46,16 @@ class SlurmOptions:
     grace_s: int = DEFAULT_GRACE_S
 
 
-def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
+def slurm_script(job: LaunchJob, options: SlurmOptions, *, heartbeat_timeout_s: float = 60.0) -> str:
     """Return the batch script of a job.
 
     `--signal` without `B:` signals the tasks of `srun`, not the batch shell: every process saves the same step and
     exits with 75, and the script requeues the job.
+
+    Args:
+        job: The training.
+        options: Options of the job.
+        heartbeat_timeout_s: Seconds after which the processes notice that one is lost.
     """
     _check_options(options)
     return script(
@@ -62,7 +69,7 @@ def slurm_script(job: LaunchJob, options: SlurmOptions) -> str:
             *environment_lines(job),
             "",
             "code=0",
-            f"{_srun(options)} {command_line(job.command)} || code=$?",
+            f"{_srun(options, heartbeat_timeout_s)} {command_line(job.command)} || code=$?",
             "",
             "# 75: stopped before the time limit, or a process was lost. 131 to 159: a signal killed a process.",
             "case $code in",
@@ -96,14 +103,15 @@ def _directives(job: LaunchJob, options: SlurmOptions) -> list[str]:
     return [*given, "--requeue", *options.directives]
 
 
-def _srun(options: SlurmOptions) -> str:
+def _srun(options: SlurmOptions, heartbeat_timeout_s: float) -> str:
     """Return `srun` with options.
 
     `srun` ignores the `--cpus-per-task` of the job since SLURM 22.05. A task that ends first must not kill the others
     while they save.
     """
     cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
-    return f"srun --label --kill-on-bad-exit=0 --wait={LOST_PROCESS_S}{cpus}"
+    wait_s = max(MIN_WAIT_S, math.ceil(heartbeat_timeout_s + HEARTBEAT_MARGIN_S))
+    return f"srun --label --kill-on-bad-exit=0 --wait={wait_s}{cpus}"
 
 
 def _quote(value: str) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from prepcli.cli.main import main
-from prepcli.errors import FAILED, OK, USAGE
+from prepcli.errors import FAILED, OK, STOPPED, USAGE
 from prepcli.formats.run_steps import saved_steps
 from tests.helpers.run_cli import run_failing
 from tests.helpers.training_folder import RECIPE, make_training_folder
@@ -209,3 +213,31 @@ def test_local_processes_train(capsys: pytest.CaptureFixture[str]):
     assert out.splitlines()[-1] == "run/3"
     assert "[0] step 1/3" in err
     assert saved_steps(Path("run")) == [3]
+
+
+@pytest.mark.slow
+def test_local_run_names_a_killed_process():
+    make_training_folder()
+    values = ["train.steps=100000", "train.log_every=1", "cluster.heartbeat_timeout=10"]
+    sets = [word for value in values for word in ("--set", value)]
+    words = ["launch", "local", "recipe.toml", "--processes", "2", "--devices", "4", "--", "--out", "run", *sets]
+    with subprocess.Popen([sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        lines = list[str]()
+        while not any(line.startswith("[0] step ") for line in lines):
+            lines.append(job.stderr.readline())
+            assert lines[-1], lines
+        os.kill(child_process(job.pid, index=1), signal.SIGKILL)
+        text = "".join(lines) + job.stderr.read()
+        assert job.wait() == STOPPED
+    assert "error: process 1 was killed by SIGKILL" in text
+    assert "[0] error: process 1" in text
+    assert "lines that begin" not in text
+
+
+def child_process(parent: int, *, index: int) -> int:
+    """Return the child of a process that is the process of this index of a job."""
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        if f"JAX_PROCESS_ID={index}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
+            return int(child)
+    raise AssertionError(f"process {parent} has no child with index {index}")

@@ -13,15 +13,14 @@ import pytest
 from prepcli.errors import FAILED, INTERRUPTED, STOPPED, USAGE, PrepError
 from prepcli.launch import local
 from prepcli.launch.local import ProcessWatcher, process_environment
-from tests.helpers.waiting import MAX_S
 
-WAIT = "import time\nwhile True: time.sleep(0.1)"
+WAIT = "import time; time.sleep(3600)"
+KILLED = "import os; os.kill(os.getpid(), 9)"
 STOP_AT_SIGNAL = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 print("ready", file=sys.stderr, flush=True)
-while True:
-    time.sleep(0.1)
+time.sleep(3600)
 """
 
 
@@ -39,19 +38,21 @@ def start(*scripts: str) -> list[subprocess.Popen[str]]:
     ]
 
 
-def watch(*scripts: str, poll_signal: Callable[[], str] = lambda: "") -> tuple[str | PrepError, list[tuple[int, str]]]:
+def watch(
+    *scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0
+) -> tuple[str | PrepError, list[tuple[int, str]]]:
     """Run scripts to their end; return the result or the error, and the lines."""
     lines: list[tuple[int, str]] = []
-    watcher = ProcessWatcher(start(*scripts), lambda index, line: lines.append((index, line)), poll_signal)
+    watcher = ProcessWatcher(start(*scripts), lambda index, line: lines.append((index, line)), poll_signal, grace_s)
     try:
         return watcher.wait(), lines
     except PrepError as error:
         return error, lines
 
 
-def failure(*scripts: str, poll_signal: Callable[[], str] = lambda: "") -> PrepError:
+def failure(*scripts: str, poll_signal: Callable[[], str] = lambda: "", grace_s: float = 3600.0) -> PrepError:
     """Run scripts of which one fails, and return the error."""
-    result, _ = watch(*scripts, poll_signal=poll_signal)
+    result, _ = watch(*scripts, poll_signal=poll_signal, grace_s=grace_s)
     assert isinstance(result, PrepError)
     return result
 
@@ -85,7 +86,7 @@ def test_undecodable_output_is_replaced(tmp_path: Path):
     (tmp_path / "prepcli.py").write_text("import sys; sys.stderr.buffer.write(b'\\xff\\n')")
     lines: list[str] = []
     processes = local.start_processes([], count=1, devices=1, environ={}, env={}, cwd=tmp_path)
-    ProcessWatcher(processes, lambda _, line: lines.append(line), lambda: "").wait()
+    ProcessWatcher(processes, lambda _, line: lines.append(line), lambda: "", 3600.0).wait()
     assert lines == ["�"]
 
 
@@ -96,22 +97,69 @@ def test_exit_code_is_that_of_the_failed_process(code: int):
     assert "process 1" in error.what
 
 
-def test_other_processes_are_killed_after_a_failure(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
-    error = failure(WAIT, "raise SystemExit(1)")
+def test_other_processes_are_killed_after_their_grace():
+    error = failure(WAIT, "raise SystemExit(1)", grace_s=0.1)
     assert (error.what, error.code) == ("process 1 exited with 1", FAILED)
 
 
-def test_killed_process_is_named_with_its_signal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
-    error = failure(WAIT, "import os; os.kill(os.getpid(), 9)")
-    assert (error.what, error.code) == ("process 1 was killed by SIGKILL", FAILED)
+def test_hint_names_lines_only_if_there_are_some():
+    assert "lines" not in failure("", "raise SystemExit(1)").hint
+    assert "lines that begin with [1]" in failure("", "import sys; sys.exit('no data')").hint
+
+
+def test_a_killed_process_is_named_and_the_run_can_resume():
+    error, lines = watch(WAIT, KILLED, grace_s=0.1)
+    assert isinstance(error, PrepError)
+    assert (error.what, error.code) == ("process 1 was killed by SIGKILL", STOPPED)
+    assert "resume" in error.hint
+    assert lines == [(1, "process 1 was killed by SIGKILL; the others stop")]
+
+
+@pytest.mark.parametrize("survivor", ["raise SystemExit(75)", "raise SystemExit(1)", "import os; os.abort()"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_the_cause_of_the_others(victim: int, survivor: str, tmp_path: Path):
+    """Both ends may be seen at once, in any order."""
+    wait = f"import os, time\nwhile os.path.exists({str(tmp_path)!r}): time.sleep(0.01)\n"
+    scripts = [wait + survivor, wait + KILLED]
+    if victim == 0:
+        scripts.reverse()
+    processes = start(*scripts)
+    tmp_path.rmdir()
+    for process in processes:
+        process.wait()
+    with pytest.raises(PrepError) as caught:
+        ProcessWatcher(processes, lambda *_: None, lambda: "", 3600.0).wait()
+    assert (caught.value.what, caught.value.code) == (f"process {victim} was killed by SIGKILL", STOPPED)
+
+
+def test_survivors_report_a_lost_process_within_their_grace(tmp_path: Path):
+    """The survivor ends only when it sees that the other process is gone, as the watchdog does."""
+    pid_file = tmp_path / "pid"
+    survivor = f"""
+import os, sys, time
+while True:
+    try:
+        os.kill(int(open({str(pid_file)!r}).read() or os.getpid()), 0)
+    except FileNotFoundError:
+        pass
+    except ProcessLookupError:
+        sys.stderr.write("process 1 is lost\\n")
+        raise SystemExit(75)
+    time.sleep(0.01)
+"""
+    victim = f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + KILLED
+    error, lines = watch(survivor, victim)
+    assert isinstance(error, PrepError)
+    assert (error.what, error.code) == ("process 1 was killed by SIGKILL", STOPPED)
+    assert (0, "process 1 is lost") in lines
 
 
 def test_signal_reaches_all_processes():
     lines: list[tuple[int, str]] = []
     processes = start(STOP_AT_SIGNAL, STOP_AT_SIGNAL)
-    watcher = ProcessWatcher(processes, lambda *line: lines.append(line), lambda: "SIGTERM" if len(lines) == 2 else "")
+    watcher = ProcessWatcher(
+        processes, lambda *line: lines.append(line), lambda: "SIGTERM" if len(lines) == 2 else "", 3600.0
+    )
     with pytest.raises(PrepError, match="stopped by SIGTERM") as caught:
         watcher.wait()
     assert caught.value.code == STOPPED
@@ -123,7 +171,7 @@ def test_signal_before_the_start_of_prep_counts_as_a_stop(name: str, code: int):
     script = STOP_AT_SIGNAL.replace("signal.SIGTERM, lambda *_: sys.exit(75)", f"signal.{name}, signal.SIG_DFL")
     lines: list[str] = []
     watcher = ProcessWatcher(
-        start(script, script), lambda _, line: lines.append(line), lambda: name if len(lines) == 2 else ""
+        start(script, script), lambda _, line: lines.append(line), lambda: name if len(lines) == 2 else "", 3600.0
     )
     with pytest.raises(PrepError) as caught:
         watcher.wait()
@@ -137,5 +185,5 @@ def test_processes_end_when_the_watcher_fails():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ProcessWatcher(processes, lambda *_: None, fail).wait()
-    assert [process.wait(MAX_S) for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]
+        ProcessWatcher(processes, lambda *_: None, fail, 3600.0).wait()
+    assert [process.wait() for process in processes] == [-signal.SIGKILL, -signal.SIGKILL]
