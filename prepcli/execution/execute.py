@@ -34,7 +34,7 @@ from prepcli.execution.signals import note_durable_work
 from prepcli.execution.source_state import SourceState, read_source_state
 from prepcli.execution.staging import Staging, open_staging, remove_work_folder
 from prepcli.formats.checksums import CHECKSUMS_FILE
-from prepcli.formats.file_records import check_files
+from prepcli.formats.file_records import are_files_intact
 from prepcli.formats.manifest import MANIFEST_FILE, foreign_output_error, read_manifest
 from prepcli.planning import coverage
 from prepcli.planning.plan import Plan
@@ -347,16 +347,7 @@ def _is_complete(plan: Plan, out: Path, manifest: Mapping[str, Any]) -> bool:
     have_sizes = all(_has_size(folder / path, size) for path, size in sizes_by_path.items())
     has_checksums = "checksums" not in manifest or (out / CHECKSUMS_FILE).is_file()
     has_files = have_sizes and has_checksums and all((folder / path).is_file() for path in small_files)
-    return has_files and _is_intact(out, manifest)
-
-
-def _is_intact(out: Path, manifest: Mapping[str, Any]) -> bool:
-    """Return whether the listed files of an output have their digests."""
-    try:
-        check_files(out, manifest)
-    except PrepError:
-        return False
-    return True
+    return has_files and are_files_intact(out, manifest)
 
 
 def _has_size(path: Path, size: int) -> bool:

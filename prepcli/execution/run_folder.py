@@ -25,6 +25,7 @@ from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_place import RunPlace, StepSave
 from prepcli.execution.step_exports import StepExports
 from prepcli.execution.step_writer import MEMORY_NBYTES
+from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import PREP_KEYS, find_manifest_folder, read_manifest
 from prepcli.planning.plan import Plan, SmallFile
 from prepcli.planning.tensors import itemsize
@@ -114,6 +115,8 @@ class RunFolder:
             return start_checkpoint.manifest
         with open_reader(start_checkpoint, verify=False) as reader:  # reads the manifest, but no leaf
             self._hf_folder = reader.folder / HF_FOLDER
+            # here, and not at the first save: also with `--no-verify`, each step copies these files
+            check_files(find_manifest_folder(reader.folder), reader.manifest)
             return reader.manifest
 
     def _extra_files(self) -> tuple[SmallFile, ...]:

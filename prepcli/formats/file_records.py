@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from prepcli.errors import GET_AGAIN_HINT, DamagedError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, accept_hint
 from prepcli.formats.untrusted import unreadable_error
 from trainer.files.reading import open_regular_file, resolve_named_path
@@ -64,6 +64,15 @@ def check_files(folder: Path, manifest: Mapping[str, Any], names: Collection[str
         is_selected = names is None or name in names
         if XXH3_KEY in record and is_selected:
             _check_file(folder, name, record)
+
+
+def are_files_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return whether all listed files of an output exist and are equal to their records."""
+    try:
+        check_files(folder, manifest)
+    except PrepError:
+        return False
+    return True
 
 
 def _check_file(folder: Path, name: str, record: FileRecord) -> None:

@@ -115,6 +115,12 @@ def test_run_does_not_copy_changed_tokenizer_to_next_step():
         assert run.steps() == [5]
 
 
+def test_run_refuses_start_with_changed_tokenizer():
+    flip_bit(Path("init/hf/tokenizer.json"), 100)
+    with pytest.raises(DamagedError, match=r"init/hf/tokenizer\.json is damaged"):
+        RunFolder(Path("run"), Path("init"), name="tiny")
+
+
 def test_inspect_refuses_changed_config(capsys: pytest.CaptureFixture[str]):
     path = Path("hf/config.json")
     path.write_bytes(path.read_bytes().replace(b"4", b"5", 1))
