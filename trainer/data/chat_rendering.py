@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainer.data.chat_environment import ChatEnvironment
 from trainer.data.chat_template import ChatTemplate
 from trainer.models.errors import PrepError
 
@@ -35,17 +35,13 @@ class ChatRenderer:
         Raises:
             PrepError: The template is not valid Jinja.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_error
+        self._environment = ChatEnvironment([_GenerationBlocks, loopcontrols])
         self._file, self._special_tokens = template.file, dict(template.special_tokens)
         self._has_markers = GENERATION.search(template.text) is not None
         try:
-            self._template = environment.from_string(template.text)
-        except TemplateError as error:
-            raise PrepError(f"{template.file} is not a valid chat template", str(error)) from None
+            self._template = self._environment.compile_template(template.text)
+        except Exception as error:  # Jinja and Python's compiler raise errors of many types
+            raise PrepError(f"{template.file} is not a valid chat template", _error_text(error)) from None
 
     def render(
         self, messages: Sequence[dict[str, Any]], place: str, *, add_generation_prompt: bool = False
@@ -64,16 +60,28 @@ class ChatRenderer:
         Raises:
             PrepError: The template fails or rejects the messages.
         """
-        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (START_MARK, END_MARK)):
+        messages_text = json.dumps(messages, ensure_ascii=False)
+        if any(mark in messages_text for mark in (START_MARK, END_MARK)):
             raise PrepError(f"{place}: a message is not text", "it has U+FDD0 or U+FDD1, which are no characters")
+        self._environment.limits.start(len(messages_text))
         try:
             text = self._template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )  # fmt: skip
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise PrepError(f"{place}: {self._file} cannot render the messages", str(error), "fix them") from None
+        except Exception as error:  # a template is a program, which may raise any error
+            what = f"{place}: {self._file} cannot render the messages"
+            raise PrepError(what, _error_text(error), "correct the messages or the template") from None
         return _split_marks(text) if self._has_markers else (text, None)
+
+
+def _error_text(error: Exception) -> str:
+    """Return the cause of an error of Jinja or of Python, for people who wrote neither."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or its macros call each other without end"
+    if isinstance(error, MemoryError):
+        return "it is nested too deeply, or needs too much memory"
+    return f"{str(error) or type(error).__name__:.300}"
 
 
 def _split_marks(text: str) -> tuple[str, Spans]:
@@ -100,18 +108,3 @@ class _GenerationBlocks(Extension):
 
     def _mark(self, caller: Macro) -> str:
         return f"{START_MARK}{caller()}{END_MARK}"
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return a value as JSON, unlike Jinja's filter without escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_error(message: str) -> NoReturn:
-    raise TemplateError(message)

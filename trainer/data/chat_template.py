@@ -11,6 +11,7 @@ from typing import Any, cast
 import xxhash
 
 from trainer.data.files import io_error
+from trainer.files.reading import read_regular_file
 from trainer.models.errors import PrepError
 
 TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
@@ -18,6 +19,8 @@ TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+MAX_TEMPLATE_NBYTES = 4_000_000
+MAX_SETTINGS_NBYTES = 64_000_000  # the added tokens of some tokenizers take megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
         PrepError: There is no template, or a file is invalid.
     """
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
-    config = _read_json(folder / CONFIG_FILE)
-    special_tokens = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE) | config)
-    text, file = _read_text(folder / TEMPLATE_FILE), folder / TEMPLATE_FILE
+    config = read_settings(folder / CONFIG_FILE)
+    special_tokens = _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
+    file = folder / TEMPLATE_FILE
+    text = _read_text(file, MAX_TEMPLATE_NBYTES)
     if text is None:
         text, file = _default_template(config.get("chat_template")), folder / CONFIG_FILE
     if text is None:
@@ -66,9 +70,10 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     return ChatTemplate(str(file), text, special_tokens)
 
 
-def _read_text(path: Path) -> str | None:
+def _read_text(path: Path, max_nbytes: int) -> str | None:
+    """Return the text of a file; None if there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_file(path, max_nbytes).decode()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -77,13 +82,19 @@ def _read_text(path: Path) -> str | None:
         raise PrepError(f"{path} is not UTF-8", str(error)) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if the file is missing."""
-    text = _read_text(path)
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file beside a tokenizer; empty if there is none.
+
+    Raises:
+        PrepError: The file is not a regular file, is too large, or is not a JSON object.
+    """
+    text = _read_text(path, MAX_SETTINGS_NBYTES)
     try:
         value = {} if text is None else json.loads(text)
     except ValueError as error:
         raise PrepError(f"{path} is not JSON", str(error)) from None
+    except RecursionError:
+        raise PrepError(f"{path} is not JSON", "it is nested too deeply") from None
     if not isinstance(value, dict):
         raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}")
     return cast(dict[str, Any], value)

@@ -1,0 +1,233 @@
+"""Limits of work and of sizes for a template that is not trusted.
+
+A template is a program. A clock would stop a good one on a slow machine, so that its work is counted instead: the steps
+of loops, calls and filters, and the characters that they make. Each value has a limit too. Together they bound time
+and memory by the size of the messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from jinja2 import TemplateRuntimeError
+from jinja2.utils import Namespace
+
+STEP_WORK = 64  # of a step, in characters
+CALL_WORK = 256  # of a call of a macro or a method, which takes several times as long
+ELEMENT_SIZE = 16  # of an element of a list, in characters
+BASE_WORK = 1 << 26
+BASE_SIZE = 1 << 20
+WORK_PER_CHAR = 256  # of the messages
+SIZE_PER_CHAR = 16
+MAX_INT_BITS = 4096
+MAX_WIDTH_DIGITS = 4  # of a width or a precision in a format
+MAX_PRECISION = 300  # digits of `round`; floats have no more
+MAX_JSON_INDENT = 64
+
+LARGE_NUMBER = re.compile(rf"\d{{{MAX_WIDTH_DIGITS + 1},}}")
+# A directive of `%`: name, width and precision
+PERCENT_FIELD = re.compile(r"%(\([^()]*\))?[-+ #0]*(\*|\d+)?(?:\.(\*|\d+))?")
+
+
+class TemplateLimitError(TemplateRuntimeError):
+    """A template does more work, or makes a larger value, than its limits allow."""
+
+
+class OpaqueNamespace(Namespace):
+    """The `namespace` of Jinja. Its text does not show its values, which may change after they were measured."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class RenderLimits:
+    """The work that one rendering may still do, and the largest size of a value."""
+
+    def __init__(self) -> None:
+        self._work_left, self.max_size = BASE_WORK, BASE_SIZE
+
+    def start(self, num_chars: int) -> None:
+        """Begin a rendering of messages with a number of characters."""
+        self._work_left = BASE_WORK + WORK_PER_CHAR * num_chars
+        self.max_size = BASE_SIZE + SIZE_PER_CHAR * num_chars
+
+    def spend(self, work: int = STEP_WORK) -> None:
+        """Count work.
+
+        Raises:
+            TemplateLimitError: The limit is reached.
+        """
+        self._work_left -= work
+        if self._work_left < 0:
+            raise TemplateLimitError("it does too much work: endless or very long loops, or too much text")
+
+    def check(self, size: int) -> None:
+        """Raise TemplateLimitError for a value of this size, before it is made."""
+        if size > self.max_size:
+            raise TemplateLimitError(f"it makes a value of {size:.3g} characters, the limit is {self.max_size:,}")
+
+    def check_bits(self, num_bits: int) -> None:
+        """Raise TemplateLimitError for an integer of this many bits."""
+        if num_bits > MAX_INT_BITS:
+            raise TemplateLimitError(f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}")
+
+    def measured(self, value: Any) -> Any:
+        """Return a value that was made; raise TemplateLimitError if it is too large."""
+        self.spend(self.size(value))
+        return value
+
+    def size(self, value: Any) -> int:
+        """Return the characters of a value with all that it contains, repeated parts counted each time.
+
+        Every container passes here when it is made. No value is therefore larger than the limit, and texts and
+        comparisons of values take bounded time.
+
+        Raises:
+            TemplateLimitError: The value is too large.
+        """
+        if isinstance(value, str):
+            self.check(len(value))
+            return len(value)
+        total, pending = 0, [value]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, str | bytes):
+                total += len(item)
+            elif isinstance(item, Mapping):
+                total += ELEMENT_SIZE * len(item)
+                pending += item.keys()
+                pending += item.values()
+            elif isinstance(item, list | tuple):
+                total += ELEMENT_SIZE * len(item)
+                pending += item
+            elif isinstance(item, range):
+                total += ELEMENT_SIZE * len(item)
+            elif isinstance(item, int):
+                self.check_bits(item.bit_length())
+                total += 1
+            self.check(total + len(pending))
+        return total
+
+    def check_power(self, base: Any, exponent: Any) -> None:
+        """Check the result of `base ** exponent`."""
+        if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
+            self.check_bits(base.bit_length() * exponent)
+
+    def check_product(self, left: Any, right: Any) -> None:
+        """Check the result of `left * right`: of numbers, or of a text or list and a number."""
+        if isinstance(left, int) and isinstance(right, int):
+            self.check_bits(left.bit_length() + right.bit_length())
+        elif isinstance(left, int):
+            self.check_repeated(right, left)
+        elif isinstance(right, int):
+            self.check_repeated(left, right)
+
+    def check_repeated(self, value: Any, count: int) -> None:
+        """Check the size of a value that is repeated."""
+        self.check(self.size(value) * max(0, count))
+
+    def check_sum(self, left: Any, right: Any) -> None:
+        """Check the result of `left + right`."""
+        if isinstance(left, int) and isinstance(right, int):
+            self.check_bits(max(left.bit_length(), right.bit_length()))
+        elif not isinstance(left, float) and not isinstance(right, float):
+            self.check(self.size(left) + self.size(right))
+
+    def check_percent(self, template: str, values: Any) -> None:
+        """Check the result of `template % values`: widths, and values that are used several times."""
+        size, num_fields = len(template), 0
+        for name, width, precision in PERCENT_FIELD.findall(template):
+            num_fields += bool(name)
+            for number in (width, precision):
+                if number == "*" or len(number) > MAX_WIDTH_DIGITS:
+                    raise _wide_field_error(number)
+                size += int(number or 0)
+        self.check(size + max(1, num_fields) * self.size(values))
+
+    def check_fields(self, template: str, values: Sequence[Any]) -> None:
+        """Check the result of `template.format(*values)`, without widths: `check_field` checks those."""
+        num_fields = template.count("{")
+        is_each_used_once = num_fields == template.count("{}")
+        repeats = 1 if is_each_used_once else num_fields
+        width = 10**MAX_WIDTH_DIGITS if ":" in template else 0
+        self.check(len(template) + repeats * self.size(list(values)) + num_fields * width)
+
+    def check_field(self, format_spec: str) -> None:
+        """Check the widths of one field of a format."""
+        if number := LARGE_NUMBER.search(format_spec):
+            raise _wide_field_error(number[0])
+
+    def check_replace(self, text: Any, old: Any, new: Any) -> None:
+        """Check the size of a text in which parts are replaced."""
+        text, old, new = str(text), str(old), str(new)
+        num_parts = text.count(old)
+        self.check(len(text) + num_parts * len(new))
+
+    def check_join(self, separator: Any, values: Any) -> None:
+        """Check the size of joined values."""
+        num_values = len(values) if isinstance(values, Sized) else 1
+        self.check(self.size(values) + self.size(str(separator)) * num_values)
+
+    def check_width(self, text: Any, width: Any) -> None:
+        """Check the size of a text with as many characters for each line as `width` says."""
+        if isinstance(width, str):
+            width = len(width)
+        if isinstance(width, int):
+            num_lines = str(text).count("\n") + str(text).count("\t") + 1
+            self.check(len(str(text)) + num_lines * width)
+
+    def check_count(self, count: Any, value: Any = None) -> None:
+        """Check the size of a list with a number of equal values."""
+        if isinstance(count, int):
+            self.check((ELEMENT_SIZE + self.size(value)) * max(0, count))
+
+    def check_json(self, value: Any, indent: Any, separators: Any) -> None:
+        """Check the size of a value as JSON."""
+        size = self.size(value)
+        width = len(indent) if isinstance(indent, str) else indent or 0
+        if width > MAX_JSON_INDENT:
+            raise TemplateLimitError(f"tojson has an indent of {width:.3g}, the limit is {MAX_JSON_INDENT}")
+        self.check(size + size // ELEMENT_SIZE * self.size(separators))
+
+    def listed(self, items: Iterable[Any]) -> list[Any]:
+        """Return the items of a generator, each counted as a step."""
+        values: list[Any] = []
+        size = 0
+        for item in items:
+            self.spend()
+            size += ELEMENT_SIZE + self.size(item)
+            self.check(size)
+            values.append(item)
+        return values
+
+    def joined(self, pieces: Iterable[str]) -> str:
+        """Return the text of an output, a macro or a block."""
+        parts: list[str] = []
+        num_chars = 0
+        for piece in pieces:
+            num_chars += len(piece)
+            self.check(num_chars)
+            self.spend(1 + len(piece))
+            parts.append(piece)
+        return "".join(parts)
+
+
+def _wide_field_error(number: str) -> TemplateLimitError:
+    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is 9999")
+
+
+class CountedSteps:
+    """The items of a loop, each counted as a step."""
+
+    def __init__(self, items: Iterable[Any], limits: RenderLimits) -> None:
+        self._items, self._limits = items, limits
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._limits.spend()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)  # pyright: ignore[reportArgumentType] - raises TypeError for a generator, as Jinja expects
