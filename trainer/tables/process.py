@@ -89,6 +89,9 @@ def read_table(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes:
         write_message(worker.answers, Kind.OPEN, json.dumps(settings).encode())
         yield from _receive_parts(stream, worker, max_nbytes)
         is_done = True
+    except TableError as error:
+        is_done = not error.exceeds_memory
+        raise
     except (EOFError, BrokenPipeError):
         raise TableError(_describe_end(worker.wait())) from None
     finally:
@@ -152,7 +155,8 @@ def _take_worker() -> _Worker:
 
 
 @atexit.register
-def _stop_workers() -> None:
+def stop_workers() -> None:
+    """End the idle workers of this process."""
     while _idle:
         worker = _idle.pop()
         if worker.owner == os.getpid():

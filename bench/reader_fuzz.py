@@ -1,0 +1,384 @@
+"""Read mutated data files with every reader: an error, or data, but never a signal, a hang or much memory.
+
+    python -m bench.reader_fuzz --mutations 10000 [--format arrow-stream] [--seed 0]
+
+A row has the outcomes of a format: errors with a message, data equal to that of the original file, other data, errors
+of other types (bugs), signals, hangs, and the peak resident memory of the processes that read. Only the files of gzip
+and zstd have checksums. Readers of the other formats cannot tell other data from a mutation.
+
+The files are read in a child process, which is started again after a signal. A mutation that takes more than 10 minutes
+is a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+import os
+import random
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+from prepcli.console.ui import format_table
+from prepcli.errors import PrepError
+from prepcli.remote.hub_datasets import read_metadata, select_files
+from trainer.data.dataset_folder import dataset_files
+from trainer.data.files import hash_file
+from trainer.data.readers import READERS
+from trainer.data.readers.reader import IdsChunk, ReadOptions, Record, TextChunk
+from trainer.recipe.text_fields import FileType
+
+N_ROWS = 40
+MIB = 1 << 20
+HANG_S = 600.0
+MAX_DOCUMENT_NBYTES = 16 * MIB
+ERROR, EQUAL, OTHER, BUG, SIGNAL, HANG = "errors", "equal", "other data", "bugs", "signals", "hangs"
+OUTCOMES = (ERROR, EQUAL, OTHER, BUG, SIGNAL, HANG)
+INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, ord('"'), ord("["), ord("{"), ord("\n"), ord("\\"), ord("\r"))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A kind of file to mutate.
+
+    Attributes:
+        name: Name of the file.
+        make: Returns the content of a valid file.
+        read: Returns a fingerprint of the data of a file.
+    """
+
+    name: str
+    make: Callable[[], bytes]
+    read: Callable[[Path], str]
+
+
+def make_rows() -> list[dict[str, Any]]:
+    """Return rows with texts, numbers, lists and structs."""
+    return [
+        {
+            "id": str(number),
+            "text": f"the cat {number} \u00e9 " * (number % 5 + 1),
+            "ids": [number, number + 1],
+            "messages": [{"role": "user", "content": f"hello {number}"}],
+        }
+        for number in range(N_ROWS)
+    ]
+
+
+def make_arrow(*, is_file: bool = False, compression: str | None = None) -> bytes:
+    """Return an Arrow file of several record batches, with a dictionary."""
+    import pyarrow as pa
+    from pyarrow import ipc
+
+    table = pa.Table.from_pylist(make_rows())
+    table = table.append_column("name", table["id"].dictionary_encode())
+    buffer = io.BytesIO()
+    options = ipc.IpcWriteOptions(compression=compression)
+    new_writer = ipc.new_file if is_file else ipc.new_stream
+    with new_writer(buffer, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=15)
+    return buffer.getvalue()
+
+
+def make_parquet(compression: str) -> bytes:
+    """Return a Parquet file of several row groups."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(make_rows()), buffer, row_group_size=15, compression=compression)
+    return buffer.getvalue()
+
+
+def make_json() -> bytes:
+    """Return JSON Lines."""
+    return b"".join(json.dumps(row).encode() + b"\n" for row in make_rows())
+
+
+def make_csv(delimiter: str) -> bytes:
+    """Return rows with quotes and line breaks in fields."""
+    lines = [delimiter.join(("id", "text"))]
+    lines += [f'{row["id"]}{delimiter}"{row["text"]}\n""quoted"""' for row in make_rows()]
+    return "\n".join(lines).encode() + b"\n"
+
+
+def make_text() -> bytes:
+    """Return lines of text."""
+    return "".join(f"{row['text']}\n" for row in make_rows()).encode()
+
+
+def make_npy() -> bytes:
+    """Return an array of ids."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(600, dtype=np.int32).reshape(30, 20))
+    return buffer.getvalue()
+
+
+def make_zstd(data: bytes) -> bytes:
+    """Return two frames with checksums."""
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    return compressor.compress(data[:1000]) + compressor.compress(data[1000:])
+
+
+def make_state() -> bytes:
+    """Return the list of files of a saved dataset."""
+    names = [f"data-{number:05d}-of-00020.arrow" for number in range(20)]
+    return json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}).encode()
+
+
+def make_readme() -> bytes:
+    """Return the README of a dataset on the hub."""
+    config = "- config_name: c{0}\n  data_files:\n  - split: train\n    path: c{0}/*.jsonl\n"
+    configs = "".join(config.format(number) for number in range(9))
+    return f"---\nlicense: mit\nconfigs:\n{configs}---\n# A dataset\n".encode()
+
+
+def read_records(path: Path, file_type: FileType) -> str:
+    """Read a file to its end, with all values; return a fingerprint of them.
+
+    Raises:
+        PrepError: The file, or at least one of its rows, is invalid.
+    """
+    state = xxhash.xxh3_128()
+    errors: list[PrepError] = []
+    options = ReadOptions(errors.append, max_document_nbytes=MAX_DOCUMENT_NBYTES)
+    for piece in READERS[file_type].read(hash_file(path), options):
+        try:
+            state.update(_piece_bytes(piece))
+        except PrepError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return state.hexdigest()
+
+
+def _piece_bytes(piece: Record | TextChunk | IdsChunk) -> bytes:
+    if isinstance(piece, Record):
+        return repr({key: piece.values[key] for key in piece.values}).encode(errors="surrogatepass")
+    if isinstance(piece, TextChunk):
+        return piece.text.encode()
+    return piece.ids.tobytes() + bytes([piece.ends_document])
+
+
+def read_dataset_list(path: Path) -> str:
+    """Return the files of a saved dataset."""
+    return str([file.name for file in dataset_files(path.parent, None) or ()])
+
+
+def read_readme(path: Path) -> str:
+    """Return the files of a configuration of a dataset on the hub."""
+    names = [f"c{number}/{part}.jsonl" for number in range(9) for part in range(3)]
+    files = select_files("o/n", names, read_metadata(path), config="c3", split="train", accepts=lambda name: True)
+    return str(files)
+
+
+def records_of(file_type: FileType) -> Callable[[Path], str]:
+    """Return a function that reads the records of files of a type."""
+    return lambda path: read_records(path, file_type)
+
+
+FORMATS: Mapping[str, Format] = {
+    "arrow-file": Format("a.arrow", lambda: make_arrow(is_file=True), records_of("arrow")),
+    "arrow-stream": Format("a.arrow", make_arrow, records_of("arrow")),
+    "arrow-zstd": Format("a.arrow", lambda: make_arrow(compression="zstd"), records_of("arrow")),
+    "parquet": Format("a.parquet", lambda: make_parquet("none"), records_of("parquet")),
+    "parquet-snappy": Format("a.parquet", lambda: make_parquet("snappy"), records_of("parquet")),
+    "parquet-zstd": Format("a.parquet", lambda: make_parquet("zstd"), records_of("parquet")),
+    "jsonl": Format("a.jsonl", make_json, records_of("json")),
+    "jsonl.gz": Format("a.jsonl.gz", lambda: gzip.compress(make_json(), mtime=0), records_of("json")),
+    "jsonl.zst": Format("a.jsonl.zst", lambda: make_zstd(make_json()), records_of("json")),
+    "csv": Format("a.csv", lambda: make_csv(","), records_of("csv")),
+    "tsv": Format("a.tsv", lambda: make_csv("\t"), records_of("csv")),
+    "csv.gz": Format("a.csv.gz", lambda: gzip.compress(make_csv(","), mtime=0), records_of("csv")),
+    "txt": Format("a.txt", make_text, records_of("text")),
+    "txt.zst": Format("a.txt.zst", lambda: make_zstd(make_text()), records_of("text")),
+    "npy": Format("a.npy", make_npy, records_of("ids")),
+    "bin": Format("a.bin", lambda: np.arange(600, dtype="<u2").tobytes(), records_of("ids")),
+    "state.json": Format("state.json", make_state, read_dataset_list),
+    "README.md": Format("README.md", make_readme, read_readme),
+}
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Return a copy of the bytes with 1 to 8 changes."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4, 8))):
+        start = rng.randrange(len(changed) or 1)
+        rng.choice(MUTATIONS)(changed, start, rng)
+    return bytes(changed)
+
+
+def _flip(data: bytearray, start: int, rng: random.Random) -> None:
+    if data:
+        data[start] ^= 1 << rng.randrange(8)
+
+
+def _replace(data: bytearray, start: int, rng: random.Random) -> None:
+    data[start : start + 1] = bytes([rng.choice(INTERESTING)])
+
+
+def _write_number(data: bytearray, start: int, rng: random.Random) -> None:
+    width = rng.choice((2, 4, 8))
+    largest = (1 << 8 * width) - 1
+    number = rng.choice((0, 1, rng.randint(0, largest), largest, largest >> 1, largest >> 2, len(data) & largest))
+    data[start : start + width] = number.to_bytes(width, rng.choice(("little", "big")))
+
+
+def _delete(data: bytearray, start: int, rng: random.Random) -> None:
+    del data[start : start + rng.choice((1, 4, 16, 1 << 20))]
+
+
+def _insert(data: bytearray, start: int, rng: random.Random) -> None:
+    data[start:start] = rng.choice((rng.randbytes(4), bytes([rng.choice(INTERESTING)]) * rng.choice((1, 64, 5000))))
+
+
+def _copy(data: bytearray, start: int, rng: random.Random) -> None:
+    source = rng.randrange(len(data) or 1)
+    data[start:start] = data[source : source + rng.randrange(64)]
+
+
+MUTATIONS = (_flip, _flip, _replace, _write_number, _delete, _insert, _copy)
+
+
+def read_mutations(name: str, folder: Path, seeds: Sequence[int]) -> Iterator[str]:
+    """Yield the outcome of each mutation of a file."""
+    kind = FORMATS[name]
+    original, path = kind.make(), folder / kind.name
+    path.write_bytes(original)
+    expected = kind.read(path)
+    for seed in seeds:
+        path.write_bytes(mutate(original, random.Random(f"{name} {seed}")))
+        try:
+            yield EQUAL if kind.read(path) == expected else OTHER
+        except PrepError:
+            yield ERROR
+        except Exception as error:  # the bugs that this program looks for
+            print(f"{name} {seed}: {error!r:.200}", file=sys.stderr)
+            yield BUG
+
+
+def run_child(name: str, folder: Path, first: int, end: int) -> None:
+    """Print the outcome of each mutation, then the peak memory."""
+    for outcome in read_mutations(name, folder, range(first, end)):
+        print(outcome, flush=True)
+    from trainer.tables import process
+
+    process.stop_workers()
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(f"peak {peak * 1024}", flush=True)
+
+
+@dataclass(slots=True)
+class Result:
+    """Outcomes of the mutations of a format.
+
+    Attributes:
+        counts: Number of mutations by outcome.
+        peak_nbytes: Peak resident memory of the processes.
+        faults: Seeds of the mutations that ended a process.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    peak_nbytes: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def fuzz_format(name: str, mutations: int, *, seed: int = 0) -> Result:
+    """Read mutations of a format in child processes.
+
+    Args:
+        name: The format.
+        mutations: Number of mutations.
+        seed: The first seed.
+    """
+    result = Result()
+    done = 0
+    while done < mutations:
+        with tempfile.TemporaryDirectory(prefix="prep-fuzz-") as folder:
+            command = [sys.executable, "-m", "bench.reader_fuzz", "--child", name, folder]
+            command += [str(seed + done), str(seed + mutations)]
+            child = subprocess.Popen(command, stdout=subprocess.PIPE)
+            done += _collect(child, result, name, seed + done)
+    return result
+
+
+def _collect(child: subprocess.Popen[bytes], result: Result, name: str, first: int) -> int:
+    """Count the outcomes of a child; return the number of mutations that it has read."""
+    assert child.stdout is not None
+    os.set_blocking(child.stdout.fileno(), False)
+    selector = selectors.DefaultSelector()
+    selector.register(child.stdout, selectors.EVENT_READ)
+    text, is_hanging = b"", False
+    while not is_hanging:
+        if not selector.select(HANG_S):
+            is_hanging = True
+            break
+        block = child.stdout.read()
+        if not block:
+            break
+        text += block
+    if is_hanging:
+        child.kill()
+    _, status, usage = os.wait4(child.pid, 0)
+    lines = text.decode().splitlines()
+    outcomes = [line for line in lines if line in OUTCOMES]
+    peaks = [int(line.removeprefix("peak ")) for line in lines if line.startswith("peak ")]
+    result.peak_nbytes = max(result.peak_nbytes, usage.ru_maxrss * 1024, *peaks)
+    result.counts.update(outcomes)
+    if peaks:
+        return len(outcomes)
+    if not os.WIFSIGNALED(status):
+        raise SystemExit(f"the process that reads {name} ended with exit code {os.waitstatus_to_exitcode(status)}")
+    fault = HANG if is_hanging else SIGNAL
+    result.counts[fault] += 1
+    result.faults.append(f"{name} {first + len(outcomes)}: {fault} {signal.Signals(os.WTERMSIG(status)).name}")
+    return len(outcomes) + 1
+
+
+def table_row(name: str, mutations: int, result: Result) -> list[str]:
+    """Return the row of a format."""
+    counts = [f"{result.counts[outcome]:,}" for outcome in OUTCOMES]
+    return [name, f"{mutations:,}", *counts, f"{result.peak_nbytes / MIB:,.0f}"]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=1000)
+    parser.add_argument("--format", choices=[*FORMATS], action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--child", nargs=4, metavar=("NAME", "FOLDER", "FIRST", "END"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        name, folder, first, end = options.child
+        run_child(name, Path(folder), int(first), int(end))
+        return
+    rows: list[list[str]] = []
+    faults: list[str] = []
+    for name in options.format or FORMATS:
+        result = fuzz_format(name, options.mutations, seed=options.seed)
+        rows.append(table_row(name, options.mutations, result))
+        faults += result.faults
+        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+    header = ("format", "mutations", *OUTCOMES, "peak MiB")
+    print(format_table(rows, header, right_aligned=header[1:]))
+    print("\n".join(faults))
+
+
+if __name__ == "__main__":
+    main()
