@@ -68,10 +68,7 @@ def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) 
     try:
         yield
     except BaseException:
-        place.remove_unbegun()
-        # The other processes of a job may still write their shares of a step; the lock then ends with this process.
-        if group.count == 1:
-            place.release()
+        place.leave()
         raise
     place.release()
 

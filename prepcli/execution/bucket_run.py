@@ -142,8 +142,8 @@ class BucketRun:
     def release(self) -> None:
         """Do nothing: there is no lock."""
 
-    def remove_unbegun(self) -> None:
-        """Do nothing: `acquire` creates nothing."""
+    def leave(self) -> None:
+        """Do nothing: there is no lock, and `acquire` creates nothing."""
 
     def write_step(self, save: StepSave) -> None:
         """Write a step. After an error, its objects stay invisible; the next start deletes them.

@@ -48,7 +48,7 @@ class LocalRun:
             start_files: Glob patterns of which one matches in the folder of a start that failed early.
         """
         self.local_folder, self._start_files = folder, start_files
-        self._lock, self._is_acquired = -1, False
+        self._lock, self._is_acquired, self._is_writing = -1, False, False
         self._new_folders: list[Path] = []  # created by `acquire`, innermost first
 
     @property
@@ -162,7 +162,16 @@ class LocalRun:
             os.close(self._lock)
         self._lock, self._is_acquired = -1, False
 
-    def remove_unbegun(self) -> None:
+    def leave(self) -> None:
+        """Release the lock after an error, unless a step is still written; remove what an unbegun run has.
+
+        Other processes may write their shares of that step, and the lock then ends with this process.
+        """
+        self._remove_unbegun()
+        if not self._is_writing:
+            self.release()
+
+    def _remove_unbegun(self) -> None:
         """Remove the lock file of a run without a recipe and steps, and the folders that `acquire` created."""
         if not self._is_acquired or self.steps() or os.path.lexists(self.recipe_file()):
             return
@@ -179,6 +188,7 @@ class LocalRun:
         """
         out = step_folder(self.local_folder, save.step)
         writer = StepWriter(save.plan, out, save.leaves)
+        self._is_writing = True
         try:
             if save.group.count > 1:
                 writer.write_together(save.group, save.name)
@@ -188,6 +198,8 @@ class LocalRun:
             if save.group.index == 0:
                 shutil.rmtree(out.with_name(f"{out.name}.partial"), ignore_errors=True)
             raise
+        finally:
+            self._is_writing = False
 
     def remove_step(self, step: int) -> None:
         """Rename a step, then delete its files."""

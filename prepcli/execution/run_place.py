@@ -103,8 +103,8 @@ class RunPlace(Protocol):
         """Release the lock."""
         ...
 
-    def remove_unbegun(self) -> None:
-        """Remove what `acquire` created, if the run has neither a recipe nor steps. Call it with the lock held."""
+    def leave(self) -> None:
+        """Release the lock after an error; remove what `acquire` created if the run has neither a recipe nor steps."""
         ...
 
     def write_step(self, save: StepSave) -> None:

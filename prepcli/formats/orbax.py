@@ -17,6 +17,7 @@ from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
 METADATA_FILE = "_METADATA"
+MODEL_FILES = ("config.json", "prep-manifest.json")  # at the top of checkpoints of Hugging Face and prep
 STRINGS_FILE = "_strings.json"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
@@ -116,7 +117,15 @@ def _find_item_of_step(step: Path) -> Path | None:
     items = [
         child for child in _list_subfolders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()
     ]
-    return items[0] if len(items) == 1 else next((item for item in items if item.name == "params"), None)
+    if len(items) == 1 and not _holds_other_checkpoints(step, items[0]):
+        return items[0]
+    return next((item for item in items if item.name == "params"), None)
+
+
+def _holds_other_checkpoints(folder: Path, item: Path) -> bool:
+    """Return whether a folder has checkpoints besides an Orbax item: it is then the parent of all, and no step."""
+    others = (child for child in _list_subfolders(folder) if child != item)
+    return any((child / name).is_file() for child in others for name in MODEL_FILES)
 
 
 def _list_subfolders(path: Path) -> list[Path]:

@@ -42,6 +42,15 @@ ScaleByParameter = Annotated[
     Field(description="multiply updates by the root mean square of the parameter, layer by layer", examples=[True]),
 ]
 
+ScaleBy = Annotated[
+    Literal["layer", "stacked"],
+    Field(
+        description="root mean squares of parameters and updates: of each layer's matrix, or of all stacked layers "
+        "together, as in optax; the result then depends on whether the checkpoint stacks its layers",
+        examples=["stacked"],
+    ),
+]
+
 
 class OptimizerTable(BaseModel):
     """The learning rate schedule, weight decay and state: the keys that all optimizers have."""
@@ -158,6 +167,7 @@ class AdafactorTable(OptimizerTable):
         examples=[1.0],
     )
     scale_by_parameter: ScaleByParameter = True
+    scale_by: ScaleBy = "layer"
 
 
 class LionTable(OptimizerTable):
@@ -179,6 +189,11 @@ class MuonTable(OptimizerTable):
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.95
     nesterov: Nesterov = True
+    bias_correction: bool = Field(
+        default=True,
+        description="correct the bias of the momentum as Adam and optax do; false: as in the original post",
+        examples=[False],
+    )
     newton_schulz_steps: PositiveInt = Field(
         default=5, description="Newton-Schulz iterations of the orthogonalization", examples=[5]
     )
@@ -202,6 +217,8 @@ class SGDTable(OptimizerTable):
 class PalmTable(OptimizerTable):
     """Adafactor without factors, with the rates and the weight decay of PaLM.
 
+    Runs of llamabpt scale by all stacked layers together: `scale_by = "stacked"`.
+
     With `schedule = "rsqrt"`, `lr` is relative to 0.01: the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)).
     The weight decay of a step is weight_decay / 1e-4 times the square of the learning rate.
     """
@@ -220,6 +237,7 @@ class PalmTable(OptimizerTable):
     clip_norm: ClipNorm = 1.0
     momentum: Momentum = 0.9
     decay_rate: SecondMomentPower = 0.99
+    scale_by: ScaleBy = "layer"
 
 
 OPTIMIZER_TABLES: Mapping[str, type[OptimizerTable]] = {

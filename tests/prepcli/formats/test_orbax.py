@@ -137,6 +137,15 @@ def test_find_item_searches_known_subfolders(tmp_path, item):
     assert find_item(tmp_path) == tmp_path / item
 
 
+@pytest.mark.parametrize("other", ["config.json", "prep-manifest.json"])
+def test_find_item_ignores_the_parent_of_several_checkpoints(tmp_path: Path, other: str):
+    for path in (tmp_path / "init" / "_METADATA", tmp_path / "tuned" / other):
+        path.parent.mkdir()
+        path.touch()
+    assert find_item(tmp_path) is None
+    assert find_item(tmp_path / "init") == tmp_path / "init"
+
+
 def test_find_item_returns_last_finished_step(tmp_path):
     for step in ("9/state", "10/state", "11/metrics", "12.partial/state", "13.orbax-checkpoint-tmp/state"):
         (tmp_path / step).mkdir(parents=True)

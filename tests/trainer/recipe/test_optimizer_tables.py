@@ -60,7 +60,7 @@ def test_keys_of_a_recipe_are_those_of_its_optimizer():
     recipe = make_recipe(type="lion")
     missing = {*KEY_SCHEMAS} - {*keys_of(recipe)}
     names = ("eps", "momentum", "nesterov", "decay_rate", "factored", "min_factored_size", "clip_threshold")
-    others = ("scale_by_parameter", "newton_schulz_steps", "update_rms")
+    others = ("scale_by_parameter", "scale_by", "newton_schulz_steps", "update_rms", "bias_correction")
     assert missing == {f"optimizer.{name}" for name in (*names, *others)}
     assert "\neps" not in recipe_to_toml(recipe, {})
 

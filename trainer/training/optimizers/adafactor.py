@@ -18,7 +18,10 @@ PALM_REFERENCE_DECAY = 1e-4  # the weight decay of palm that decays by the squar
 
 @dataclass(frozen=True, slots=True)
 class Adafactor:
-    """Adafactor (arXiv:1804.04235), with means and root mean squares over the matrices of each layer.
+    """Adafactor (arXiv:1804.04235), with means over the matrices of each layer.
+
+    Root mean squares are of these matrices too. With `scales_stacked` they are of whole leaves, as in optax: a leaf of
+    stacked layers then has one scale for all layers.
 
     Attributes:
         decay_rate: Power r of the decay rate 1 - step^-r of the second moment.
@@ -28,6 +31,7 @@ class Adafactor:
         momentum: Decay rate of the average of updates; 0 for none.
         decay_power: Power of the learning rate by which weight decay is multiplied.
         reference_decay: Divisor of the rate of weight decay.
+        scales_stacked: Whether root mean squares are of whole leaves.
     """
 
     decay_rate: float = 0.8
@@ -37,6 +41,7 @@ class Adafactor:
     momentum: float = 0.0
     decay_power: int = 1
     reference_decay: float = 1.0
+    scales_stacked: bool = False
 
     def transformation(
         self, leaves: Mapping[str, ParamLeaf], decay: WeightDecay
@@ -47,11 +52,14 @@ class Adafactor:
         """
         clip = optax.clip_by_block_rms(self.clip_threshold) if self.clip_threshold else optax.identity()
         scale = optax.scale_by_param_block_rms() if self.scale_by_parameter else optax.identity()
+        if not self.scales_stacked:
+            clip = by_matrix(clip, leaves)
+            scale = by_matrix(scale, leaves)
         return optax.named_chain(
             ("rms", scale_by_factored_moments(leaves, self.decay_rate, self.min_factored_size)),
-            ("clip", by_matrix(clip, leaves)),
+            ("clip", clip),
             ("rate", scale_by_rate()),
-            ("scale", by_matrix(scale, leaves)),
+            ("scale", scale),
             ("momentum", optax.ema(self.momentum, debias=False) if self.momentum else optax.identity()),
             ("decay", add_scaled_decay(decay.rate / self.reference_decay, decay.mask(leaves), self.decay_power)),
         )
@@ -65,6 +73,7 @@ def build_adafactor(table: AdafactorTable) -> Adafactor:
         clip_threshold=table.clip_threshold,
         scale_by_parameter=table.scale_by_parameter,
         momentum=table.momentum,
+        scales_stacked=table.scale_by == "stacked",
     )
 
 
@@ -77,4 +86,5 @@ def build_palm(table: PalmTable) -> Adafactor:
         momentum=table.momentum,
         decay_power=2,
         reference_decay=PALM_REFERENCE_DECAY,
+        scales_stacked=table.scale_by == "stacked",
     )

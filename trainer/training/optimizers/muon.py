@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +22,16 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 
 @dataclass(frozen=True, slots=True)
 class Muon:
-    """Orthogonalized momentum (https://kellerjordan.github.io/posts/muon/) for each matrix of each layer.
+    """Orthogonalized momentum for each matrix of each layer.
 
-    Embeddings, the head, norms and biases have Adam. The Newton-Schulz iterations are in float32.
+    The momentum is corrected for its bias as in `optax.contrib.muon`: with Nesterov's momentum, the first steps differ
+    from the original post (https://kellerjordan.github.io/posts/muon/), which has no correction. Embeddings, the head,
+    norms and biases have Adam. The Newton-Schulz iterations are in float32.
 
     Attributes:
         momentum: Decay rate of the momentum.
         nesterov: Whether to use Nesterov's momentum.
+        bias_correction: Whether to correct the bias of the momentum.
         newton_schulz_steps: Iterations of the orthogonalization.
         update_rms: Root mean square of the updates (arXiv:2502.16982); 0 to scale them by sqrt(max(1, rows / columns)).
         b1: Decay rate of Adam's first moment.
@@ -37,6 +41,7 @@ class Muon:
 
     momentum: float = 0.95
     nesterov: bool = True
+    bias_correction: bool = True
     newton_schulz_steps: int = 5
     update_rms: float = 0.2
     b1: float = 0.9
@@ -65,13 +70,31 @@ class Muon:
             path: optax.contrib.MuonDimensionNumbers(value.columns, value.rows) if value else optax.MaskedNode()
             for path, value in axes.items()
         }
-        return optax.contrib.scale_by_muon(
+        scale = partial(
+            optax.contrib.scale_by_muon,
             ns_steps=self.newton_schulz_steps,
-            beta=self.momentum,
             eps=self.eps,
-            nesterov=self.nesterov,
             weight_dimension_numbers=lambda _: unflatten_tree(dimension_numbers),
         )
+        if self.bias_correction:
+            return scale(beta=self.momentum, nesterov=self.nesterov)
+        # Without a momentum of its own, optax corrects nothing, and only orthogonalizes.
+        return self._with_plain_momentum(scale(beta=0.0, nesterov=False))
+
+    def _with_plain_momentum(self, orthogonalize: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Return Muon with the momentum of the original post: m = b * m + (1 - b) * g, or b * m + (1 - b) * g of it."""
+
+        def average(momentum: Array, gradient: Array) -> Array:
+            return self.momentum * momentum + (1 - self.momentum) * gradient
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            momentum = jax.tree.map(average, state.mu, updates)
+            averaged = jax.tree.map(average, momentum, updates) if self.nesterov else momentum
+            result: Any = orthogonalize.update(averaged, state, params)
+            orthogonal, new_state = result
+            return orthogonal, new_state._replace(mu=momentum)
+
+        return optax.GradientTransformation(orthogonalize.init, update)
 
     def _factor(self, leaf: ParamLeaf, axes: MatrixAxes) -> float:
         """Return the factor of the orthogonal updates of a leaf."""
@@ -93,5 +116,5 @@ def _scale_leaves(factors: Tree) -> optax.GradientTransformation:
 
 def build_muon(table: MuonTable) -> Muon:
     """Build Muon from its recipe table."""
-    names = ("momentum", "nesterov", "newton_schulz_steps", "update_rms", "b1", "b2", "eps")
+    names = ("momentum", "nesterov", "bias_correction", "newton_schulz_steps", "update_rms", "b1", "b2", "eps")
     return Muon(**{name: getattr(table, name) for name in names})

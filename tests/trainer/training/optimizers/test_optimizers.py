@@ -19,7 +19,15 @@ from trainer.training.optimizers.weight_decay import WeightDecay
 RULE_KEYS: dict[str, dict[str, Any]] = {  # other values than the defaults, by key and attribute
     "lion": {"b1": 0.8, "b2": 0.7},
     "sgd": {"momentum": 0.5, "nesterov": True},
-    "muon": {"momentum": 0.5, "nesterov": False, "newton_schulz_steps": 3, "update_rms": 0.0, "b1": 0.8, "b2": 0.7},
+    "muon": {
+        "momentum": 0.5,
+        "nesterov": False,
+        "bias_correction": False,
+        "newton_schulz_steps": 3,
+        "update_rms": 0.0,
+        "b1": 0.8,
+        "b2": 0.7,
+    },
     "adafactor": {"decay_rate": 0.7, "clip_threshold": 0.5, "scale_by_parameter": False, "momentum": 0.5},
     "palm": {"decay_rate": 0.7, "momentum": 0.5},
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers import runs
 from tests.helpers.optimizers import by_layer, make_optimizer, random_gradients, run_trajectory
+from trainer.models.param_tree import flatten_tree, unflatten_tree
 from trainer.training.optimizers.optimizer import Optimizer
 
 STEPS = 50
@@ -35,6 +36,7 @@ def assert_close(actual: Tensors, expected: Tensors, rtol: float = 2e-5) -> None
     """Check that all tensors differ by rounding at most, relative to their largest values."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
+        assert np.isfinite(value).all(), f"{name} is not finite: nan equals nan in assert_allclose"
         np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=rtol * np.abs(value).max(), err_msg=name)
 
 
@@ -62,12 +64,25 @@ def train_torch(optimizer: Optimizer, make: Callable[[Any, Any], Any]) -> Tensor
 def train_optax(optimizer: Optimizer, reference: optax.GradientTransformation) -> Tensors:
     """Take the steps with an optimizer of optax that knows the schedule, on one tensor per layer."""
     params: Any = by_layer(runs.make_state(runs.make_setup())["params"])
+    return jax.device_get(follow_optax(reference, params, gradients_of_steps()))
+
+
+def train_optax_stacked(reference: optax.GradientTransformation) -> Tensors:
+    """Take the steps as `train_optax` does, on the leaves with all layers."""
+    tree = runs.make_state(runs.make_setup())["params"]
+    gradients = (flatten_tree(random_gradients(tree, step)) for step in range(STEPS))
+    params = follow_optax(reference, flatten_tree(tree), gradients)
+    return by_layer(unflatten_tree(jax.device_get(params)))
+
+
+def follow_optax(reference: optax.GradientTransformation, params: Any, all_gradients: Iterable[Any]) -> Any:
+    """Return the parameters after one step with each of the gradients."""
     state = reference.init(params)
     update = jax.jit(lambda gradients, state, params: reference.update(gradients, state, params))
-    for gradients in gradients_of_steps():
+    for gradients in all_gradients:
         updates, state = update(gradients, state, params)
         params = optax.apply_updates(params, updates)
-    return jax.device_get(params)
+    return params
 
 
 def mask(params: Any) -> dict[str, bool]:
@@ -123,21 +138,37 @@ def test_adafactor_follows_optax(factored: bool, momentum: float, clip: float):
     assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, reference))
 
 
-def test_palm_follows_the_chain_of_easylm():
-    """EasyLM/optimizers.py: adafactor, then weight decay by the square of the learning rate."""
-    optimizer = make_optimizer("palm", lr=0.02, warmup_steps=8, weight_decay=2e-3)
+PALM = {"lr": 5e-4, "warmup_steps": 8, "weight_decay": 2e-3}
+
+
+def easylm_palm() -> optax.GradientTransformation:
+    """EasyLM/optimizers.py: adafactor, then weight decay by the square of the learning rate; keys of PALM."""
 
     def rate(step: Any) -> Any:
-        return 0.02 / 0.01 / jax.numpy.sqrt(jax.numpy.maximum(step, 8))
+        return 5e-4 / 0.01 / jax.numpy.sqrt(jax.numpy.maximum(step, 8))
 
-    reference = optax.chain(
+    return optax.chain(
         optax.adafactor(
             rate, multiply_by_parameter_scale=True, momentum=0.9, decay_rate=0.99, factored=False,
             clipping_threshold=None,
         ),
         optax.add_decayed_weights(lambda step: -(2e-3 / 1e-4) * rate(step) ** 2, mask),
     )  # fmt: skip
-    assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, reference))
+
+
+def test_palm_follows_the_chain_of_easylm():
+    optimizer = make_optimizer("palm", **PALM)
+    assert_close(run_trajectory(optimizer, STEPS)[-1], train_optax(optimizer, easylm_palm()))
+
+
+def test_palm_scales_stacked_layers_as_llamabpt_does():
+    expected = train_optax_stacked(easylm_palm())
+    assert_close(run_trajectory(make_optimizer("palm", **PALM, scale_by="stacked"), STEPS)[-1], expected)
+    by_matrix = run_trajectory(make_optimizer("palm", **PALM), STEPS)[-1]
+    differences = {
+        name: np.abs(by_matrix[name] - value).max() / np.abs(value).max() for name, value in expected.items()
+    }
+    assert max(differences.values()) > 1e-3, "both scales are equal"
 
 
 def test_lion_follows_its_paper():
@@ -165,17 +196,22 @@ def orthogonalize(matrix: np.ndarray) -> np.ndarray:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def test_muon_follows_its_formula():
-    """Momentum with Nesterov's step and bias correction, orthogonalized; root mean square of arXiv:2502.16982."""
-    optimizer = make_optimizer("muon", schedule="constant", lr=1e-3)
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_muon_follows_its_formula(bias_correction: bool):
+    """Momentum with Nesterov's step, orthogonalized; root mean square of arXiv:2502.16982.
+
+    The original post has no bias correction.
+    """
+    optimizer = make_optimizer("muon", schedule="constant", lr=1e-3, bias_correction=bias_correction)
     actual = run_trajectory(optimizer, STEPS)
     params = {name: value.astype(float) for name, value in actual[0].items() if is_muon(name)}
     momentum = {name: np.zeros_like(value) for name, value in params.items()}
     for step, gradients in enumerate(gradients_of_steps(), start=1):
         for name, value in params.items():
             momentum[name] = 0.95 * momentum[name] + 0.05 * gradients[name]
-            next_momentum = momentum[name] / (1 - 0.95 ** (step + 1))
-            direction = orthogonalize(0.95 * next_momentum + 0.05 * gradients[name] / (1 - 0.95**step))
+            next_bias = 1 - 0.95 ** (step + 1) if bias_correction else 1
+            bias = 1 - 0.95**step if bias_correction else 1
+            direction = orthogonalize(0.95 * momentum[name] / next_bias + 0.05 * gradients[name] / bias)
             params[name] = value - 1e-3 * (0.2 * max(value.shape) ** 0.5 * direction + 0.1 * value)
     assert_close({name: actual[-1][name] for name in params}, params, rtol=1e-4)
 
