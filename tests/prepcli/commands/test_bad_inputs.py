@@ -42,14 +42,27 @@ def test_misspelled_alias_gets_a_suggestion(capsys):
 
 def test_missing_folder_lists_local_folders(capsys):
     make_checkpoint(Path("llama-13b"), LLAMA)
-    assert run_failing_unchanged(capsys, "save-init", "./llama") == (
+    assert run_failing_unchanged(capsys, "save-init", "./mistral") == (
         2,
         [
-            "error: `./llama` does not exist",
+            "error: `./mistral` does not exist",
             "  why: it looks like a path because it begins with `./`",
             " hint: folders here: llama-13b",
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("./lama-13b", "did you mean `./llama-13b`?"),
+        ("./lama-13b/", "did you mean `./llama-13b`?"),
+        ("./models/lama", "`prep models` lists the models that can be named without a path"),
+    ],
+)
+def test_missing_folder_suggests_a_similar_one(capsys, path: str, hint: str):
+    make_checkpoint(Path("llama-13b"), LLAMA)
+    assert run_failing_unchanged(capsys, "save-init", path)[1][-1] == f" hint: {hint}"
 
 
 def test_folder_without_checkpoint_lists_its_files(capsys):
