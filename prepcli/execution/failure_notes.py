@@ -22,6 +22,7 @@ from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.planning.shares import Share
+from trainer.files.json_values import load_json
 
 FAILED_STEM, HEARD_STEM = "failed", "heard"
 MAX_NOTE_NBYTES = 1 << 16
@@ -126,8 +127,8 @@ def _read_note(path: Path) -> _Note | None:
     except OSError:
         return None
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = load_json(data)
+    except ValueError:
         content = None
     return _Note(f"{file_stat.st_ino}.{file_stat.st_mtime_ns}", content)
 

@@ -11,6 +11,7 @@ from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow, write_no_follow
 from prepcli.errors import PrepError
 from prepcli.execution.paths import fsync_path
+from trainer.files.json_values import load_json
 
 CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
 
@@ -18,7 +19,7 @@ CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
 def read_note(path: Path) -> dict[str, Any] | None:
     """Return the content of a note; None if it does not exist. PrepError if it is damaged."""
     try:
-        content = json.loads(read_no_follow(path))
+        content = load_json(read_no_follow(path))
     except FileNotFoundError:
         return None
     except ValueError:

@@ -29,6 +29,7 @@ from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.symlinks import resolve_small_file
+from trainer.files.json_values import load_json
 
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
@@ -125,7 +126,7 @@ def _report_if_uploaded(
         return None
     report = make_output(request.local_folder, True)
     try:
-        content = json.loads(read_all(bucket, manifest))
+        content = load_json(read_all(bucket, manifest))
         is_same_plan = isinstance(content, dict) and content.get("plan") == report.fields["plan_digest"]
     except ValueError:
         is_same_plan = False
@@ -239,10 +240,10 @@ def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[R
     if not marks_path.exists():
         return set()
     names, known_files = set[str](), {*remote_files}
-    for line in marks_path.read_text().splitlines():
+    for line in marks_path.read_bytes().splitlines():
         try:
-            mark_plan_digest, path, size, digest = json.loads(line)
-        except ValueError:  # the header, or a line that was cut short by a kill
+            mark_plan_digest, path, size, digest = load_json(line)
+        except (ValueError, TypeError):  # the header, or a line that was cut short by a kill
             continue
         if mark_plan_digest == plan_digest and RemoteFile(path, size, digest) in known_files:
             names.add(path)

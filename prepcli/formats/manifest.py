@@ -10,6 +10,7 @@ from typing import Any
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
+from trainer.files.json_values import load_json
 
 MANIFEST_FILE = "prep-manifest.json"
 STATE_ITEM = "state"  # item of a training step; the step's manifest is beside it
@@ -61,8 +62,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        manifest = json.loads(read_small_file(path))
-    except (ValueError, RecursionError) as error:
+        manifest = load_json(read_small_file(path))
+    except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
         stored_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,9 @@ from typing import Any
 
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import RECIPE_FILE, saved_steps, step_folder
+from trainer.files.json_values import load_json
 from trainer.recipe.formatting import to_toml
+from trainer.recipe.toml_values import parse_toml
 from trainer.training.metrics import METRICS_FILE, read_metrics
 
 ENVIRONMENT_FILE = "environment.json"
@@ -139,7 +139,7 @@ def not_a_run_error(name: str, *, exists: bool) -> PrepError:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return parse_toml(path.read_text("utf-8"))
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
     except ValueError as error:
@@ -157,7 +157,7 @@ def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _read_environment(path: Path) -> dict[str, Any]:
     try:
-        environment = json.loads(path.read_bytes())
+        environment = load_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from trainer.data.files import io_error
+from trainer.files.json_values import load_json
 from trainer.models.errors import PrepError
 
 TOKENS_FILE, DOCUMENTS_FILE, WEIGHTS_FILE, META_FILE = "tokens.bin", "documents.bin", "weights.bin", "meta.json"
@@ -141,7 +141,7 @@ def _file_digest(path: Path) -> str:
 
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
     try:
-        values = {"digests": {}} | json.loads(data)
+        values = {"digests": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)

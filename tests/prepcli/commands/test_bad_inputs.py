@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.run_cli import run_failing_unchanged
+from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, checkpoint_tensors, make_checkpoint, write_checkpoint
 from trainer.models.registry import FAMILIES
 
@@ -327,3 +328,32 @@ def test_drop_pattern_without_match_is_an_error(capsys):
     for pattern in ("*.typo", "transformer.wte.weight"):
         code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--drop", pattern)
         assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")
+
+
+def test_config_with_infinity_is_converted_and_written_back(capsys):
+    """Python writes it into the config.json of Falcon-H1: `time_step_limit` is [0.0, Infinity]."""
+    make_checkpoint(Path("m"), LLAMA, time_step_limit=[0.0, math.inf])
+    config = Path("m/config.json").read_bytes()
+    assert b"Infinity" in config
+    run_ok("save-init", "m", "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert json.loads(Path("back/config.json").read_bytes()) == json.loads(config)
+    for checkpoint in ("m", "init", "back"):
+        assert run_json(capsys, "inspect", checkpoint)["ok"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "prep-manifest.json"])
+def test_deep_json_is_one_error(capsys, name: str):
+    make_checkpoint(Path("m"), LLAMA)
+    path = Path("m", name)
+    if name == "prep-manifest.json":
+        run_ok("save-init", "m", "--out", "init")
+        path = Path("init", name)
+    deep = b'{"a":' * 800 + b"1" + b"}" * 800
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"{", b'{"deep": ' + deep + b",", 1))
+    err = run_failing(capsys, 1, "inspect", str(path.parent))
+    assert "nested" in err
+    path.write_bytes(deep)
+    err = run_failing(capsys, 1, "inspect", str(path.parent))
+    assert "nested" in err
