@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage_error
+from trainer.files.json_values import load_json
 
 STDIN = "-"
 MAX_ID_DIGITS = 9  # more than any token id has
@@ -32,8 +32,8 @@ def read_prompts(file_name: str) -> Iterator[str]:
 
 def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = load_json(line.encode())
+    except ValueError as error:
         raise PrepError(f"line {line_number} of {file_name} is not valid JSON", str(error)) from error
     texts = [value[key] for key in PROMPT_KEYS if isinstance(value, dict) and isinstance(value.get(key), str)]
     if not texts:

@@ -97,7 +97,7 @@ def find_training_recipe(path: Path) -> Path:
             the name of a shipped recipe.
     """
     recipe_path = find_recipe(path)
-    if recipe_path.exists() or path.name != str(path):
+    if recipe_path.exists():
         return recipe_path
     similar_file = suggest(path.name, [file.name for file in path.parent.glob(f"*{SUFFIX}")])
     if similar_file is None and (hint := _shipped_hint(path.name.removesuffix(SUFFIX))):
@@ -108,7 +108,9 @@ def find_training_recipe(path: Path) -> Path:
 def _shipped_hint(name: str) -> str:
     """Return a hint with the shipped recipes of a similar name; empty if there are none."""
     shipped = _recipe_paths()
-    if name not in shipped and (names := [other for other in shipped if other.startswith(name)]):
+    if name in shipped:
+        return f"did you mean `{name}`, the shipped recipe?"
+    if names := [other for other in shipped if other.startswith(name)]:
         return f"did you mean {join_names([f'`{other}`' for other in names])}?"
     return did_you_mean(name, shipped)
 

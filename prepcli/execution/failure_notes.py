@@ -23,6 +23,7 @@ from typing import Any
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 from prepcli.planning.shares import Share
+from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file
 
 FAILED_STEM, HEARD_STEM = "failed", "heard"
@@ -128,8 +129,8 @@ def _read_note(path: Path) -> _Note | None:
     except (OSError, PrepError):
         return None
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = load_json(data)
+    except ValueError:
         content = None
     return _Note(f"{file_stat.st_ino}.{file_stat.st_mtime_ns}", content)
 

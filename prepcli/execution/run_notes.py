@@ -10,6 +10,7 @@ from typing import Any
 from prepcli.engine.digest import digest
 from prepcli.engine.no_follow import read_no_follow
 from prepcli.errors import PrepError
+from trainer.files.json_values import load_json
 from trainer.files.writing import write_file
 
 CHECKSUM_KEY = "checksum"  # key in each file; covers all other keys
@@ -29,8 +30,8 @@ def read_note(path: Path) -> dict[str, Any] | None:
 def decode_note(data: bytes) -> dict[str, Any]:
     """Return the content of a note's bytes; raise ValueError if they are damaged."""
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError):
+        content = load_json(data)
+    except ValueError:
         content = None
     if not isinstance(content, dict) or content.pop(CHECKSUM_KEY, None) not in (None, _checksum(content)):
         raise ValueError("it is not a file that prep wrote")

@@ -29,6 +29,7 @@ from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.symlinks import resolve_small_file
+from trainer.files.json_values import load_json
 
 UPLOAD_SUFFIX = ".upload"
 MARKS_FILE = "uploaded.jsonl"
@@ -242,8 +243,8 @@ def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[R
     names, known_files = set[str](), {*remote_files}
     for line in read_no_follow(marks_path).splitlines():
         try:
-            mark_plan_digest, path, size, digest = json.loads(line)
-        except (ValueError, TypeError, RecursionError):  # the header, or a line that was cut short by a kill
+            mark_plan_digest, path, size, digest = load_json(line)
+        except (ValueError, TypeError):  # the header, or a line that was cut short by a kill
             continue
         if mark_plan_digest == plan_digest and RemoteFile(path, size, digest) in known_files:
             names.add(path)

@@ -11,6 +11,7 @@ from prepcli.engine.digest import digest
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.orbax import find_item
 from prepcli.formats.untrusted import read_small_file
+from trainer.files.json_values import load_json
 
 MANIFEST_FILE = "prep-manifest.json"
 STATE_ITEM = "state"  # item of a training step; the step's manifest is beside it
@@ -85,8 +86,8 @@ def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
         PrepError: It is no manifest, or of another format.
     """
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        manifest = load_json(data)
+    except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), GET_AGAIN_HINT) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT_VERSION:
         stored_format = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__

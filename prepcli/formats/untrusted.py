@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prepcli.errors import PrepError
+from trainer.files.json_values import check_depth
 from trainer.files.reading import MAX_SMALL_FILE_NBYTES, open_regular_file, read_regular_file
 
 MAX_CONFIG_NBYTES = 16 << 20
@@ -23,13 +24,15 @@ def parse_json(text: bytes) -> Any:
         ValueError: The text is not JSON, or an object has a duplicate name.
     """
     try:
-        return _DECODER.decode(text.decode())
+        value = _DECODER.decode(text.decode())
+        check_depth(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"its JSON is broken: {error.msg}") from error
     except UnicodeError as error:
         raise ValueError("its text is not UTF-8") from error
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
+    return value
 
 
 def quote_name(name: str) -> str:

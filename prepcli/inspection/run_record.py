@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +12,10 @@ from typing import Any
 from prepcli.errors import PrepError
 from prepcli.formats.run_steps import ENVIRONMENT_FILE, RECIPE_FILE, saved_steps, step_folder
 from prepcli.inspection.run_metrics import EvenSample, RunMetrics, is_number
+from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
 from trainer.recipe.formatting import to_toml
+from trainer.recipe.toml_values import parse_toml
 from trainer.training.metrics import METRICS_FILE, MetricsFile
 
 SAMPLES_FILE = "samples.jsonl"
@@ -166,10 +166,10 @@ def not_a_run_error(name: str, *, exists: bool) -> PrepError:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular_file(path).decode())
+        return parse_toml(read_regular_file(path).decode())
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PrepError(f"{path} is not TOML", str(error)) from error
 
 
@@ -184,15 +184,13 @@ def _flatten(tables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _read_environment(path: Path) -> dict[str, Any]:
     try:
-        environment = json.loads(read_regular_file(path))
+        environment = load_json(read_regular_file(path))
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise PrepError(f"cannot read {path}", error.strerror or str(error)) from error
     except ValueError as error:
         raise PrepError(f"{path} is not JSON", str(error)) from error
-    except RecursionError as error:
-        raise PrepError(f"{path} is not JSON that prep reads", "it is nested too deeply") from error
     return environment if isinstance(environment, dict) else {}
 
 

@@ -17,9 +17,10 @@ from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
-from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, parse_json
+from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
 from prepcli.sources.folders import Folder, Kind
 from prepcli.sources.source_hints import CONFIG
+from trainer.files.json_values import load_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_LISTED = 6
@@ -175,7 +176,7 @@ def _check_config(folder: Folder) -> None:
     try:
         if len(text) > MAX_CONFIG_NBYTES:
             raise ValueError(f"it has more than {MAX_CONFIG_NBYTES:,} bytes")
-        config = parse_json(text)
+        config = load_json(text)
     except ValueError as error:
         raise DamagedError(f"{folder.display_name} has a broken {CONFIG}", str(error), BROKEN_CONFIG_HINT) from error
     if quantisation := _find_quantisation(config):

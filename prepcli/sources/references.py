@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prepcli.console.bounded_text import shorten
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import STEP_NAME, best_step, is_begun_run, no_step_error, saved_steps, step_folder
@@ -19,6 +20,7 @@ from trainer.models.suggest import suggest
 BEST, LAST = "best", "last"  # names of steps
 PARTIAL_SUFFIX = ".partial"
 MAX_LISTED_FOLDERS = 8
+MAX_NAME_CHARS = 100
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _PATH_STARTS = ("./", "../", "/", "~")
@@ -248,15 +250,21 @@ def _visible_folders(cwd: Path) -> list[Path]:
 
 
 def _missing_path_error(path: str, reason: str, cwd: Path) -> PrepError:
-    parent = (cwd / os.path.expanduser(path)).parent
-    where = "here" if parent.resolve() == cwd.resolve() else f"in {parent}"
-    names = [folder.name for folder in _visible_folders(parent)] if parent.is_dir() else []
+    target = cwd / os.path.expanduser(path)
+    why = f"it looks like a path because it {reason}"
+    return usage_error(f"`{shorten(path, MAX_NAME_CHARS)}` does not exist", why, _missing_path_hint(path, target, cwd))
+
+
+def _missing_path_hint(path: str, target: Path, cwd: Path) -> str:
+    """Return a hint with a folder of a similar name, else with the folders there, else with the command for names."""
+    names = [folder.name for folder in _visible_folders(target.parent)] if target.parent.is_dir() else []
+    if suggestion := suggest(target.name, names):
+        return f"did you mean `{path.rstrip('/').removesuffix(target.name)}{suggestion}`?"
+    if not names:
+        return "`prep models` lists the models that can be named without a path"
+    where = "here" if target.parent.resolve() == cwd.resolve() else f"in {target.parent}"
     listed = ", ".join(names[:MAX_LISTED_FOLDERS]) + (" …" if len(names) > MAX_LISTED_FOLDERS else "")
-    return usage_error(
-        f"`{path}` does not exist",
-        f"it looks like a path because it {reason}",
-        f"folders {where}: {listed}" if names else "",
-    )
+    return f"folders {where}: {listed}"
 
 
 def _unknown_name_error(name: str, cwd: Path) -> PrepError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from prepcli.planning.state_rows import is_path_name
 from prepcli.planning.tensors import ITEM_BITS, cast_dtype
 from prepcli.planning.vocabulary import Vocabulary, read_vocabulary
 from prepcli.remote.remote_files import RemoteBlob
+from trainer.files.json_values import load_json
 from trainer.models.axis_map import Row
 from trainer.models.parameters import Family, HFConfig, parameter_rows
 
@@ -166,8 +166,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if not os.path.exists(path):
         raise PrepError(f"{path.parent} has no {path.name}", "it describes the model of the weights")
     try:
-        config = json.loads(read_small_file(path, MAX_CONFIG_NBYTES))
-    except (ValueError, RecursionError) as error:
+        config = load_json(read_small_file(path, MAX_CONFIG_NBYTES))
+    except ValueError as error:
         raise DamagedError(f"{path} is broken", str(error), BROKEN_CONFIG_HINT) from error
     if not isinstance(config, dict):
         raise DamagedError(f"{path} is broken", "it is not a JSON object", BROKEN_CONFIG_HINT)

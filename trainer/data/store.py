@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from mmap import mmap
@@ -21,6 +20,7 @@ import xxhash
 
 from trainer.data.document_packing import PackedRows
 from trainer.data.files import io_error
+from trainer.files.json_values import load_json
 from trainer.files.reading import open_regular_file, read_regular_file
 from trainer.models.errors import PrepError
 
@@ -168,7 +168,7 @@ def file_digest(path: Path) -> str:
 
 def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
     try:
-        values = {"digests": {}} | json.loads(data)
+        values = {"digests": {}} | load_json(data)
         meta = StoreMeta(**{key.name: values[key.name] for key in fields(StoreMeta)})
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)

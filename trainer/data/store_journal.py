@@ -19,6 +19,7 @@ import xxhash
 
 from trainer.data.read_position import ReadPosition
 from trainer.data.store import DIGEST_READ_NBYTES, StoreMeta, file_sizes
+from trainer.files.json_values import load_json
 
 JOURNAL_FILE = "journal.jsonl"
 INTERVAL_S = 1.0  # between two lines; a kill loses this time and that of syncing
@@ -57,7 +58,7 @@ def read_journal(folder: Path) -> list[SavedState]:
 def _parse_lines(lines: Iterable[bytes]) -> Iterator[SavedState]:
     for line in lines:
         try:
-            values = json.loads(line)
+            values = load_json(line)
             yield SavedState(StoreMeta(**values["meta"]), ReadPosition.from_json(values["position"]))
         except (ValueError, TypeError, KeyError):
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.recipe.formatting import alternatives, example_value, to_toml
+from trainer.recipe.toml_values import parse_toml_value
 
 # Names that other trainers use for a value, by the recipe's value
 VALUE_SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -67,7 +67,7 @@ def _candidate_values(value: Any) -> Iterator[Any]:
 
 def _parse_toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml_value(text)
     except (ValueError, RecursionError, KeyError):
         return text
 

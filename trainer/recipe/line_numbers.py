@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 KeyPath = tuple[str, ...]
+
+# What can end, begin or continue a statement. Strings of several lines come first: `""` begins them too.
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""(?:"{0,2})'''
+    r"""|'''(?:.)*?'''(?:'{0,2})"""
+    r"""|"(?:\\.|[^"\\\n])*"|'[^'\n]*'"""
+    r"|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
 
 
 def key_line_numbers(text: str) -> dict[KeyPath, int]:
@@ -30,17 +40,17 @@ def key_line_numbers(text: str) -> dict[KeyPath, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    """Yield (first line, text, parsed values) of each statement: the fewest lines that tomllib can parse."""
-    pending: list[str] = []
-    for number, line in enumerate(text.split("\n"), 1):
-        pending.append(line)
-        statement = "\n".join(pending)
-        try:
-            values = tomllib.loads(statement)
-        except tomllib.TOMLDecodeError:
-            continue
-        yield number - len(pending) + 1, statement, values
-        pending = []
+    """Yield (first line, text, parsed values) of each statement: the lines up to the end of its strings and lists."""
+    start = 0
+    depth = 0
+    line = 1
+    for token in _TOKEN.finditer(f"{text}\n"):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        if token[0] == "\n" and depth == 0:
+            statement = text[start : token.start()]
+            yield line, statement, tomllib.loads(statement)
+            start = token.end()
+            line += statement.count("\n") + 1
 
 
 def _key_paths(tree: Mapping[str, Any], parent: KeyPath = ()) -> Iterator[KeyPath]:

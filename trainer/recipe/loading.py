@@ -103,11 +103,14 @@ def _locate_problem(problem: Problem, raw: RawRecipe) -> Diagnostic:
 def _check_unknown_keys(raw: RawRecipe) -> tuple[list[Diagnostic], set[str]]:
     """Return the diagnostics of unknown keys, and the known keys and tables that were probably meant."""
     diagnostics, intended_keys = [], set()
-    for path, value in find_unknown_keys(raw.tables):
+    hinted, others = find_unknown_keys(raw.tables)
+    for path, value in hinted:
         diagnostics.append(raw.diagnostic(path, f"unknown key `{path}`", hint=unknown_key_hint(path, value)))
         intended_keys |= {path, guess_key(path)}
         if isinstance(value, dict):
-            intended_keys |= {f"{suggest(path, TABLE_NAMES)}.{key}" for key in value}
+            table = suggest(path, TABLE_NAMES)
+            intended_keys |= {f"{table}.{key}" for key in value}
+    diagnostics += [raw.diagnostic(path, f"unknown key `{path}`") for path in others]
     return diagnostics, intended_keys - {""}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.recipe.formatting import alternatives
+from trainer.recipe.toml_values import parse_toml_value
 
 SHELL_EXPANDS = re.compile(r"[$`\\!]")  # within double quotes too
 BARE_TEXT = re.compile(r"[\w./,:+-]+")
@@ -24,7 +24,7 @@ def parse_override_value(text: str, key_schema: Mapping[str, Any] | None) -> Any
         key_schema: JSON schema of the key; None for an unknown key.
     """
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml_value(text)
     except (ValueError, RecursionError):
         return text
     schemas = alternatives(key_schema) if key_schema else []
@@ -41,7 +41,7 @@ def override_argument(key: str, toml_value: str, key_schema: Mapping[str, Any]) 
         toml_value: Its value as TOML.
         key_schema: JSON schema of the key.
     """
-    value = tomllib.loads(f"value = {toml_value}")["value"]
+    value = parse_toml_value(toml_value)
     texts = [value, toml_value] if isinstance(value, str) and BARE_TEXT.fullmatch(value) else [toml_value]
     arguments = (f"{key}={text}" for text in texts)
     shortest = (argument for argument in arguments if _reads_back(argument, value, key_schema))

@@ -13,8 +13,10 @@ from trainer.models.errors import PrepError, usage_error
 from trainer.recipe.diagnostics import Diagnostic
 from trainer.recipe.formatting import format_text, suggest
 from trainer.recipe.line_numbers import KeyPath, key_line_numbers
+from trainer.recipe.other_formats import find_other_format
 from trainer.recipe.override_values import parse_override_value
 from trainer.recipe.tables import KEY_SCHEMAS, TABLE_NAMES
+from trainer.recipe.toml_values import parse_toml
 from trainer.recipe.unknown_keys import set_option_text, unknown_key_hint
 
 # Control characters, and the surrogates that stand for bytes of an argument that are not UTF-8.
@@ -22,6 +24,7 @@ INVALID_VALUE_CHARS = re.compile(r"[\x00-\x08\n-\x1f\x7f\ud800-\udfff]")
 
 CHECKPOINT_FILES = ("config.json", "prep-manifest.json", "_METADATA")  # at least one is in each folder of weights
 MAX_LISTED_RECIPES = 5
+MAX_RECIPE_NBYTES = 16 << 20
 
 SYNTAX_MESSAGES: Mapping[str, str] = {  # start of tomllib's message -> message of the error
     "Cannot overwrite": "duplicate key",
@@ -108,15 +111,18 @@ def read_recipe(path: Path) -> RawRecipe:
         PrepError: The file cannot be read.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:  # may be a pipe: `prep train <(sed ... recipe.toml)`
+            data = file.read(MAX_RECIPE_NBYTES + 1)
     except FileNotFoundError:
         similar_name = suggest(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
-        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else ""
+        hint = f"did you mean `{path.parent / similar_name}`?" if similar_name else "`prep recipes` lists recipes"
         raise usage_error(f"{path} does not exist", "a recipe is a TOML file", hint) from None
     except IsADirectoryError:
         raise _folder_error(path) from None
     except OSError as error:
         raise PrepError(f"{path} cannot be read", error.strerror or str(error)) from None
+    if len(data) > MAX_RECIPE_NBYTES:
+        raise usage_error(f"{path} is not a recipe", f"it has more than {MAX_RECIPE_NBYTES:,} bytes")
     text = _decode(data, path)
     return RawRecipe(path, _parse_toml(text, path), line_numbers=key_line_numbers(text))
 
@@ -141,15 +147,18 @@ def _decode(data: bytes, path: Path) -> str:
 
 def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
+        if other_format := find_other_format(text):
+            why = f"it is {other_format.name}, and a recipe is TOML"
+            raise usage_error(f"{path}:{other_format.line}: invalid TOML", why, other_format.hint) from None
         message, _, location = str(error).rpartition(" (at ")  # "line 3, column 7)" or "end of document)"
         line, column = re.findall(r"\d+", location) or (text.count("\n") + 1, None)
         hint = 'text needs quotes: `mesh = "1,1,8"`' if message == "Invalid value" else ""
         column_text = f" (column {column})" if column else ""
         raise usage_error(f"{path}:{line}: invalid TOML", f"{_syntax_message(message)}{column_text}", hint) from None
     except (RecursionError, ValueError):
-        why = "lists are nested too deeply, or a number has too many digits"
+        why = "lists or tables are nested too deeply, or a number has too many digits"
         raise usage_error(f"{path}: not a recipe", why) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from trainer.recipe.corrections import suggest_value
@@ -13,16 +14,32 @@ from trainer.recipe.synonyms import advice_for, key_for_synonym
 from trainer.recipe.tables import KEY_SCHEMAS, OPTIMIZER_SCHEMAS, TABLE_NAMES
 from trainer.recipe.value_translations import ValueAdvice, translate_value
 
+MAX_HINTED = 100  # unknown keys for which a hint is searched
 
-def find_unknown_keys(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of each unknown key, in the order of the file."""
+
+def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Return the unknown keys, in the order of the file.
+
+    Returns:
+        Dotted path and value of the first MAX_HINTED unknown keys and of the keys below them, and the paths of the
+        others: to search a key that was probably meant takes a millisecond.
+    """
+    unknown = [*_unknown_items(tables)]
+    hinted: list[tuple[str, Any]] = []
+    for path, value in unknown[:MAX_HINTED]:
+        is_table = "." not in path or path in tables  # a quoted key may contain a dot
+        hinted += _unknown_table_keys(path, value) if is_table else _unknown_leaves(path, value)
+    return hinted, [path for path, _ in unknown[MAX_HINTED:]]
+
+
+def _unknown_items(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each unknown table, and of each unknown key of a known table."""
     for name, value in tables.items():
         if name in TABLE_NAMES:
             items = value.items() if isinstance(value, dict) else ()
-            unknown = ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
-            yield from (leaf for path, item in unknown for leaf in _unknown_leaves(path, item))
-        elif name not in KEY_SCHEMAS or "." in name:  # a quoted key may contain a dot
-            yield from _unknown_table_keys(name, value)
+            yield from ((f"{name}.{key}", item) for key, item in items if not is_known(name, key, value))
+        elif name not in KEY_SCHEMAS or "." in name:
+            yield name, value
 
 
 def is_known(table: str, key: str, values: Mapping[str, Any]) -> bool:
@@ -43,14 +60,18 @@ def _unknown_table_keys(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if table and isinstance(value, dict):
         yield name, value
         unknown = ((f"{name}.{key}", item) for key, item in value.items() if f"{table}.{key}" not in KEY_SCHEMAS)
-        yield from (leaf for path, item in unknown for leaf in _unknown_leaves(path, item))
+        for path, item in islice(unknown, MAX_HINTED):
+            yield from _unknown_leaves(path, item)
     else:
         yield from _unknown_leaves(name, value)
 
 
 def _unknown_leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an unknown key's value if any has a hint of its own, or else the key itself."""
-    leaves = dict(_flatten(path, value))
+    if not isinstance(value, dict):
+        yield path, value
+        return
+    leaves = dict(islice(_flatten(path, value), MAX_HINTED))
     has_hint = any(advice_for(leaf) or guess_key(leaf) for leaf in leaves)
     yield from leaves.items() if has_hint else [(path, value)]
 

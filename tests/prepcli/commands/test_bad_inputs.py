@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from prepcli.cli.main import main
-from tests.helpers.run_cli import run_failing_unchanged
+from tests.helpers.run_cli import run_failing, run_failing_unchanged, run_json, run_ok
 from tests.helpers.tiny_checkpoints import GPT_NEO, LLAMA, checkpoint_tensors, make_checkpoint, write_checkpoint
 from trainer.models.registry import FAMILIES
 
@@ -42,14 +43,27 @@ def test_misspelled_alias_gets_a_suggestion(capsys):
 
 def test_missing_folder_lists_local_folders(capsys):
     make_checkpoint(Path("llama-13b"), LLAMA)
-    assert run_failing_unchanged(capsys, "save-init", "./llama") == (
+    assert run_failing_unchanged(capsys, "save-init", "./mistral") == (
         2,
         [
-            "error: `./llama` does not exist",
+            "error: `./mistral` does not exist",
             "  why: it looks like a path because it begins with `./`",
             " hint: folders here: llama-13b",
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("./lama-13b", "did you mean `./llama-13b`?"),
+        ("./lama-13b/", "did you mean `./llama-13b`?"),
+        ("./models/lama", "`prep models` lists the models that can be named without a path"),
+    ],
+)
+def test_missing_folder_suggests_a_similar_one(capsys, path: str, hint: str):
+    make_checkpoint(Path("llama-13b"), LLAMA)
+    assert run_failing_unchanged(capsys, "save-init", path)[1][-1] == f" hint: {hint}"
 
 
 def test_folder_without_checkpoint_lists_its_files(capsys):
@@ -314,3 +328,32 @@ def test_drop_pattern_without_match_is_an_error(capsys):
     for pattern in ("*.typo", "transformer.wte.weight"):
         code, lines = run_failing_unchanged(capsys, "save-init", "./m", "--drop", pattern)
         assert (code, lines[0]) == (2, f"error: `--drop '{pattern}'` drops nothing of ./m")
+
+
+def test_config_with_infinity_is_converted_and_written_back(capsys):
+    """Python writes it into the config.json of Falcon-H1: `time_step_limit` is [0.0, Infinity]."""
+    make_checkpoint(Path("m"), LLAMA, time_step_limit=[0.0, math.inf])
+    config = Path("m/config.json").read_bytes()
+    assert b"Infinity" in config
+    run_ok("save-init", "m", "--out", "init")
+    run_ok("export", "init", "--out", "back")
+    assert json.loads(Path("back/config.json").read_bytes()) == json.loads(config)
+    for checkpoint in ("m", "init", "back"):
+        assert run_json(capsys, "inspect", checkpoint)["ok"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "prep-manifest.json"])
+def test_deep_json_is_one_error(capsys, name: str):
+    make_checkpoint(Path("m"), LLAMA)
+    path = Path("m", name)
+    if name == "prep-manifest.json":
+        run_ok("save-init", "m", "--out", "init")
+        path = Path("init", name)
+    deep = b'{"a":' * 800 + b"1" + b"}" * 800
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"{", b'{"deep": ' + deep + b",", 1))
+    err = run_failing(capsys, 1, "inspect", str(path.parent))
+    assert "nested" in err
+    path.write_bytes(deep)
+    err = run_failing(capsys, 1, "inspect", str(path.parent))
+    assert "nested" in err

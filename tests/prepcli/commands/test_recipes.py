@@ -79,7 +79,9 @@ def test_find_recipe_takes_the_bare_name_of_a_shipped_recipe(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("gpt2.toml", "did you mean `gpt2`?"),
+        ("gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
+        ("recipes/gpt2.toml", "did you mean `gpt2`, the shipped recipe?"),
+        ("recipes/gtp2.toml", "did you mean `gpt2`?"),
         ("gpt-neo", "did you mean `gpt-neo-1.3b`, `gpt-neo-1.3b-wikitext`?"),
         ("gtp2", "did you mean `gpt2`?"),
     ],
@@ -93,7 +95,7 @@ def test_missing_training_recipe_suggests_shipped_ones(
     assert (caught.value.what, caught.value.hint) == (f"{name} does not exist", hint)
 
 
-@pytest.mark.parametrize("name", ["folder/gpt2.toml", "unlike", "gpt2-mine.toml"])
+@pytest.mark.parametrize("name", ["folder/unlike.toml", "unlike", "gpt2-mine.toml"])
 def test_missing_training_recipe_is_no_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.chdir(tmp_path)
     Path("gpt2-mime.toml").touch()

@@ -24,7 +24,7 @@ def test_missing_recipe_suggests_similar_name():
     assert str(caught.value) == "lama-7b.toml does not exist - a recipe is a TOML file - did you mean `llama-7b.toml`?"
     with pytest.raises(PrepError) as caught:
         load_recipe(Path("no/where.toml"))
-    assert str(caught.value) == "no/where.toml does not exist - a recipe is a TOML file"
+    assert str(caught.value) == "no/where.toml does not exist - a recipe is a TOML file - `prep recipes` lists recipes"
     assert caught.value.code == USAGE
 
 

@@ -1,0 +1,58 @@
+"""Parse JSON of users and of other programs: nesting and numbers are limited, so that later code can use the values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+MAX_DEPTH = 100  # of objects and lists; Python's recursion limit ends a program at about 900
+MAX_INTEGER_DIGITS = 300  # a larger integer is not a float
+
+
+def load_json(data: bytes) -> Any:
+    """Return the value of a JSON text.
+
+    `NaN`, `Infinity` and `-Infinity` are accepted: Python writes them, e.g. into the config.json of Falcon-H1.
+
+    Args:
+        data: The text in UTF-8.
+
+    Raises:
+        ValueError: It is not JSON, a number has too many digits, or objects or lists are nested too deeply.
+
+    Example:
+        >>> load_json(b'{"time_step_limit": [0.0, Infinity]}')
+        {'time_step_limit': [0.0, inf]}
+    """
+    try:
+        value = _DECODER.decode(data.decode("utf-8-sig"))
+    except UnicodeError as error:
+        raise ValueError("its text is not UTF-8") from error
+    except RecursionError as error:
+        raise _depth_error() from error
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError if objects or lists are nested too deeply."""
+    pending = [(value, 1)] if isinstance(value, dict | list) else []
+    while pending:
+        container, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise _depth_error()
+        children = container.values() if isinstance(container, dict) else container
+        pending += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
+
+
+def _depth_error() -> ValueError:
+    return ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
+
+
+def _parse_integer(digits: str) -> int:
+    if len(digits) > MAX_INTEGER_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_parse_integer)

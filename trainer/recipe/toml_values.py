@@ -1,0 +1,39 @@
+"""Parse TOML of users: nesting and numbers are limited, so that the values can be searched, compared and shown."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+MAX_DEPTH = 100  # of tables and lists
+MAX_INTEGER_BITS = 1024  # TOML promises 64; Python shows no more than 4,300 digits
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the values of a TOML document.
+
+    Raises:
+        tomllib.TOMLDecodeError: The text is not TOML.
+        ValueError: A number has too many digits, or tables or lists are nested too deeply.
+        RecursionError: Lists are nested even more deeply.
+    """
+    values = tomllib.loads(text)
+    pending: list[tuple[Any, int]] = [(values, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+            raise ValueError("a number has too many digits")
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        pending += [(child, depth + 1) for child in children]
+    return values
+
+
+def parse_toml_value(text: str) -> Any:
+    """Return one value, as it may follow `key =`; see `parse_toml` for the errors.
+
+    Raises:
+        KeyError: The text has no value.
+    """
+    return parse_toml(f"value = {text}")["value"]
