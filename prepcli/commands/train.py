@@ -94,7 +94,7 @@ def train(request: TrainRequest, ui: Ui) -> Report:
     group = connect_processes(loaded.recipe)
     process = group.index if group.count > 1 else None
     process_ui = ui.for_process(process, all_print=loaded.recipe.log.all_workers)
-    place = run_place(request.out, loaded.recipe.name, process_ui)
+    place = run_place(request.out, loaded.recipe, process_ui)
     together = run_together(
         group,
         loaded.recipe.cluster,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prepcli.console.ui import Ui
+from prepcli.engine.digest import digest
 from prepcli.errors import FAILED, STOPPED, PrepError
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.joint_work import joint_work
@@ -17,6 +19,7 @@ from prepcli.execution.local_run import LocalRun
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.execution.uploads import parse_out_url
 from prepcli.remote.retries import retry_policy_from_env
+from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
@@ -25,12 +28,12 @@ RUNS_FOLDER = Path("runs")
 INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
 
-def run_place(out: Path | None, name: str, ui: Ui) -> RunPlace:
+def run_place(out: Path | None, recipe: Recipe, ui: Ui) -> RunPlace:
     """Return the place of a run, without reading or writing there.
 
     Args:
         out: The value of `--out`.
-        name: Name of the recipe, for the default folder.
+        recipe: The recipe, for the name of the default folder and the lock of a bucket.
         ui: Receives notes about retried requests.
 
     Raises:
@@ -42,16 +45,22 @@ def run_place(out: Path | None, name: str, ui: Ui) -> RunPlace:
     url = parse_out_url(out)
     if url is None:
         start_files = (f"{TOKENS_FOLDER}/{TOKENS_LOCK}", INIT_FOLDER, f"{PROBE_PREFIX}*")
-        return LocalRun(out or RUNS_FOLDER / name, start_files)
+        return LocalRun(out or RUNS_FOLDER / recipe.name, start_files)
     local_folder = RUNS_FOLDER / url.scheme / url.bucket / url.path
-    return BucketRun(url, local_folder, retry_policy_from_env(os.environ, ui.note))
+    return BucketRun(url, local_folder, retry_policy_from_env(os.environ, ui.note), _recipe_digest(recipe))
+
+
+def _recipe_digest(recipe: Recipe) -> str:
+    """Return the digest of a recipe without the keys that say which process this is."""
+    return digest(json.dumps(recipe.model_dump(mode="json", exclude={"cluster"}), sort_keys=True).encode())
 
 
 @contextmanager
 def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a run in process 0, from before its steps are listed until it ends.
 
-    An object store has no lock: `check_last_step` is called before the first change of the run instead.
+    A file system or an object store may have no locks. Therefore `check_last_step` is called before the first change of
+    the run.
 
     Args:
         place: Place of the run.
@@ -61,7 +70,7 @@ def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) 
     Raises:
         PrepError: Another process holds the run.
     """
-    if group.index > 0 or not place.is_on_disk:
+    if group.index > 0:
         yield
         return
     place.acquire(note)

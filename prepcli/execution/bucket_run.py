@@ -1,7 +1,7 @@
 """A training run in an object store: `URL/STEP/state/…` with `URL/STEP/prep-manifest.json`.
 
-An object store has no rename and no lock. A step exists if its manifest does: the manifest is uploaded last, and
-deleted first. The recipe and the metrics are written to a local folder and uploaded from there.
+An object store has no rename. A step exists if its manifest does: the manifest is uploaded last, and deleted first. The
+recipe and the metrics are written to a local folder and uploaded from there. Process 0 holds the lock of the URL.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.formats.run_steps import RECIPE_FILE, listed_step, listed_steps
 from prepcli.planning.plan import OutputLeaf
 from prepcli.planning.process_files import MAX_PROCESSES, LeafBoxes, ProcessFiles, plan_process_files
+from prepcli.remote.bucket_lock import BucketLock
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.placeholders import create_placeholder_folder, download_file
 from prepcli.remote.remote_files import RemoteFile, without_read_ahead
@@ -46,17 +47,19 @@ class BucketRun:
 
     is_on_disk = False
 
-    def __init__(self, url: ObjectStoreUrl, local_folder: Path, retry_policy: RetryPolicy) -> None:
+    def __init__(self, url: ObjectStoreUrl, local_folder: Path, retry_policy: RetryPolicy, recipe_digest: str) -> None:
         """Set the URL.
 
         Args:
             url: URL of the run.
             local_folder: Folder of the recipe, the metrics and the tokens; another host may have another one.
             retry_policy: Time-out of requests, and the receiver of notes about retries.
+            recipe_digest: Digest of the recipe; a run with another one cannot take the lock over.
         """
         self.local_folder = local_folder
         self._url, self._retry_policy = url, retry_policy
-        self._bucket = self._client(url)
+        self._bucket, self._recipe_digest = self._client(url), recipe_digest
+        self._lock: BucketLock | None = None
         self._known_steps: list[int] | None = None
         self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None  # of the plan's leaves
         self._stored: list[str] = []  # files of the run that this process uploads with each step
@@ -133,17 +136,39 @@ class BucketRun:
         return None
 
     def acquire(self, note: Callable[[str], None]) -> None:
-        """Delete the objects of steps without a manifest, which killed processes left."""
-        note(f"{self.name} cannot be locked (object stores have no locks): start no second run there meanwhile")
-        files = self._list()
-        leftovers = [file.path for file in files if listed_step(file.path) not in (None, *self.known_steps())]
-        self._bucket.delete_files(leftovers)
+        """Lock the URL, then delete the objects of steps without a manifest, which killed processes left.
+
+        It does nothing if the URL is locked already.
+
+        Raises:
+            PrepError: A run with another recipe writes there, or the store does not answer.
+        """
+        if self._lock is not None:
+            return
+        lock = BucketLock(self._bucket, self._recipe_digest, note=note)
+        lock.acquire()
+        try:
+            files = self._list()
+            leftovers = [file.path for file in files if listed_step(file.path) not in (None, *self.known_steps())]
+            self._bucket.delete_files(leftovers)
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
 
     def release(self) -> None:
-        """Do nothing: there is no lock."""
+        """Release the lock."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def leave(self) -> None:
-        """Do nothing: there is no lock, and `acquire` creates nothing."""
+        """Release the lock after an error."""
+        self.release()
 
     def write_step(self, save: StepSave) -> None:
         """Write a step. After an error, its objects stay invisible; the next start deletes them.
@@ -153,7 +178,7 @@ class BucketRun:
         """
         files = self._plan_files(save)
         bucket = self._client(self._step_url(save.step))
-        BucketStep(save, files, bucket, self._store_files).write()
+        BucketStep(save, files, bucket, self._store_files, self._check_lock).write()
         self._known_steps = [*self.known_steps(), save.step]
 
     def _plan_files(self, save: StepSave) -> ProcessFiles:
@@ -170,6 +195,7 @@ class BucketRun:
 
     def remove_step(self, step: int) -> None:
         """Delete the manifest of a step, then its other objects."""
+        self._check_lock()
         bucket = self._client(self._step_url(step))
         bucket.delete(MANIFEST_FILE)
         self._known_steps = [known for known in self.known_steps() if known != step]

@@ -64,12 +64,14 @@ class BucketStep:
         files: The data files of all processes.
         bucket: Client of the step's URL.
         store_run_files: Uploads the files of the run; called before the step becomes visible.
+        check_lock: Raises PrepError if another run has taken the URL over; process 0 calls it.
     """
 
     save: StepSave
     files: ProcessFiles
     bucket: Bucket
     store_run_files: Callable[[], None]
+    check_lock: Callable[[], None]
 
     def write(self) -> None:
         """Write the step; it becomes visible with its manifest, which is uploaded last.
@@ -95,6 +97,7 @@ class BucketStep:
                 if group.index == 0:
                     self._collect_notes(digests, checksums.sums)
                     checksums.save()
+                    self.check_lock()
                     self._publish(stage, PipelineResult(digests))
 
     def _upload_own_file(self, checksums: ChecksumRecorder, digests: dict[int, str]) -> None:

@@ -24,6 +24,7 @@ from prepcli.errors import DamagedError, PrepError, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
 from prepcli.formats.manifest import MANIFEST_FILE, decode_manifest, foreign_output_error
+from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
 from prepcli.remote.placeholders import read_all
 from prepcli.remote.remote_files import RemoteFile
@@ -105,12 +106,35 @@ def make_and_upload(
         and (report := _report_if_uploaded(request, bucket, remote_files, ui, make_output))
     ):
         return report
+    if lock_owner(bucket) is not None:  # before the work; the plan of a request is known after a dry run only
+        check_lock(bucket, str(make_output(request.local_folder, True).fields["plan_digest"]))
     if request.restart:
         _remove_local_files(request)
     report = make_output(request.local_folder, False)
-    _upload_folder(request, str(report.fields["plan_digest"]), bucket, remote_files, ui.progress())
+    plan_digest = str(report.fields["plan_digest"])
+    with BucketLock(bucket, plan_digest, note=ui.note) as lock:
+        remote_files = bucket.list_files()  # others may have written there since the first listing
+        if not _is_uploaded_meanwhile(request, bucket, remote_files, plan_digest):
+            _upload_folder(request, plan_digest, bucket, remote_files, lock=lock, progress=ui.progress())
     _remove_local_files(request)
     return _with_url(report, request)
+
+
+def _is_uploaded_meanwhile(
+    request: UploadRequest, bucket: Bucket, remote_files: Sequence[RemoteFile], plan_digest: str
+) -> bool:
+    """Return whether a process with the same plan has completed the output while this one created it locally.
+
+    Raises:
+        PrepError: Another output is there now.
+    """
+    if remote_files and not _is_replaceable(request, remote_files):
+        raise foreign_output_error(bucket.name)
+    stored_plan = None if request.overwrite else _stored_plan(bucket, remote_files)
+    if stored_plan is not None and stored_plan != plan_digest:
+        why = "another request wrote it while this one ran"
+        raise PrepError(f"{bucket.name} already exists", why, "`--out` another address, or `--overwrite`")
+    return stored_plan is not None
 
 
 def _report_if_uploaded(
@@ -121,15 +145,11 @@ def _report_if_uploaded(
     make_output: Callable[[Path, bool], Report],
 ) -> Report | None:
     """Return the report of a complete output, None without a manifest. PrepError for another output."""
-    manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
-    if manifest is None:
+    stored_plan = _stored_plan(bucket, remote_files)
+    if stored_plan is None:
         return None
     report = make_output(request.local_folder, True)
-    try:
-        content = decode_manifest(Path(MANIFEST_FILE), read_all(bucket, manifest))
-        is_same_plan = content["plan"] == report.fields["plan_digest"]
-    except DamagedError:
-        is_same_plan = False
+    is_same_plan = stored_plan == report.fields["plan_digest"]
     if not is_same_plan or request.restart:
         another = "it was made by another request, or of another source"
         why = "this command created it earlier" if is_same_plan else another
@@ -138,6 +158,17 @@ def _report_if_uploaded(
     _remove_local_files(request)
     fields = {key: value for key, value in report.fields.items() if key != "dry_run"}
     return _with_url(replace(report, text=str(request.local_folder), fields={**fields, "already": True}), request)
+
+
+def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:
+    """Return the plan's digest in the manifest of an output; None without a manifest, empty for a damaged one."""
+    manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
+    if manifest is None:
+        return None
+    try:
+        return str(decode_manifest(Path(MANIFEST_FILE), read_all(bucket, manifest))["plan"])
+    except DamagedError:
+        return ""
 
 
 def _remove_local_files(request: UploadRequest) -> None:
@@ -164,7 +195,13 @@ def _with_url(report: Report, request: UploadRequest) -> Report:
 
 
 def _upload_folder(
-    request: UploadRequest, plan_digest: str, bucket: Bucket, remote_files: Sequence[RemoteFile], progress: Progress
+    request: UploadRequest,
+    plan_digest: str,
+    bucket: Bucket,
+    remote_files: Sequence[RemoteFile],
+    *,
+    lock: BucketLock,
+    progress: Progress,
 ) -> None:
     """Upload the remaining files: data first, completion markers last."""
     folder = request.local_folder
@@ -182,6 +219,7 @@ def _upload_folder(
     )
 
     def write(name: str) -> RemoteFile:
+        lock.check()
         return bucket.write(name, names[name], on_written=progress.advance)
 
     for file in remote_files:

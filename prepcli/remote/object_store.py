@@ -125,7 +125,7 @@ class Bucket:
         return self.connection
 
     def list_files(self) -> tuple[RemoteFile, ...]:
-        """List all objects below the URL, sorted by their path from there.
+        """List all objects below the URL except locks, sorted by their path from there.
 
         Raises:
             PrepError: The store cannot be listed, or has more than MAX_OBJECTS objects there.
@@ -157,7 +157,8 @@ class Bucket:
         files, pages = list[RemoteFile](), iter(store.list(self.url.path or None, chunk_size=1000))
         limit_s = WRITE_TIMEOUT_FACTOR * self.retry_policy.timeout_s
         while page := call_with_timeout(lambda: next(pages, None), limit_s):
-            files += [_remote_file(metadata["path"].removeprefix(self.url.key("")), metadata) for metadata in page]
+            objects = (_remote_file(metadata["path"].removeprefix(self.url.key("")), metadata) for metadata in page)
+            files += [file for file in objects if not file.is_lock]
             if len(files) > MAX_OBJECTS:
                 why = f"there are more than {MAX_OBJECTS:,} objects below it"
                 raise PrepError(f"{self.name} is not a checkpoint", why, "name the folder of a checkpoint")
@@ -176,7 +177,7 @@ class Bucket:
             except (exceptions.BaseError, OSError) as error:
                 spent_s += time.monotonic() - began_s
                 is_last_try = tries == MAX_TRIES or spent_s >= MAX_TRIES * policy.timeout_s
-                if is_last_try or _status(error) in PERMANENT_STATUSES:
+                if is_last_try or status_of(error) in PERMANENT_STATUSES:
                     raise
                 policy.report_retry(self._failure_text(error), policy.backoff_s(tries), tries=tries)
             time.sleep(policy.backoff_s(tries))
@@ -185,7 +186,7 @@ class Bucket:
         """Describe a failed request: the silent bucket, the HTTP status, or obstore's message."""
         if _is_timeout(error):
             return f"no answer from {self.name} for {self.retry_policy.timeout_s:g} s"
-        status = _status(error)
+        status = status_of(error)
         return f"HTTP {status} from {self.name}" if status else redacted_error_text(error)
 
     def read(self, file: RemoteFile, offset: int, into: ByteArray) -> int:
@@ -294,7 +295,7 @@ class Bucket:
 
     def request_error(self, verb: str, error: Exception) -> PrepError:
         """Return the PrepError for a permanent failure."""
-        what, status = f"cannot {verb} {self.name}", _status(error)
+        what, status = f"cannot {verb} {self.name}", status_of(error)
         if _is_timeout(error) or status >= 500:
             why = redacted_error_text(error) if status else self._failure_text(error)
             return PrepError(what, why, f"check the network, then {RESUME_HINT}")
@@ -363,7 +364,7 @@ def _connect(url: ObjectStoreUrl, retries: int, timeout_s: float) -> ObjectStore
     return GCSStore(url.bucket, client_options=cast(Any, {"allow_http": is_plain_http} | client), retry_config=config)
 
 
-def _status(error: BaseException) -> int:
+def status_of(error: BaseException) -> int:
     """Return the HTTP status in obstore's message; 0 if it has none."""
     match = _STATUS.search(str(error)[: 4 * MAX_ERROR_CHARS])
     return int(match[1]) if match else 0

@@ -34,6 +34,7 @@ MAX_IN_FLIGHT = 4
 MIN_READ_AHEAD_NBYTES = 128 << 10  # doubled with each sequential read
 MAX_READ_AHEAD_NBYTES = 2 << 20
 READ_AHEAD_CACHE_NBYTES = 6 << 20  # of all cached ranges; fits into what a memory budget leaves beside its buffers
+LOCK_FILE = ".prep-lock"  # and names that begin with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,11 @@ class RemoteFile:
     path: str
     size: int
     digest: str
+
+    @property
+    def is_lock(self) -> bool:
+        """Whether the file belongs to the lock of an output in a bucket, and not to the output."""
+        return self.path.rpartition("/")[2].startswith(LOCK_FILE)
 
 
 class RetryableError(Exception):

@@ -6,16 +6,20 @@ with serving_objects({"bucket/folder/file": b"…"}) as store:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from tests.helpers import loopback
 from tests.helpers.range_server import FaultInjector, SentRange, etag, send_range
 
-LAST_MODIFIED = "2024-01-01T00:00:00.000Z"
+START = datetime(2024, 1, 1, tzinfo=UTC)  # time of the store
+CONDITIONS = ("If-None-Match", "If-Match", "x-goog-if-generation-match")
 PAGE_OBJECTS = 7  # objects that one answer lists
 
 
@@ -32,11 +36,24 @@ class FakeObjectStore:
     failing_requests: str = "\0"  # requests whose line contains this get `status`
     status: int = 403
     stall: str = ""  # one of loopback.STALL_KINDS, instead of `status`
+    time: datetime = START
+    has_conditions: bool = True  # whether writes may depend on the version of the object
+    versions: dict[str, tuple[int, datetime]] = field(default_factory=dict)  # generation and time of the last write
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that make obstore use this store for both clouds."""
         s3 = {"AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", "AWS_SKIP_SIGNATURE": "true", "AWS_REGION": "x"}
         return s3 | {"GOOGLE_BASE_URL": self.url, "GOOGLE_BEARER_TOKEN": "ya29.secret"}
+
+    def version(self, key: str) -> tuple[int, datetime]:
+        """Return the generation of an object and the time of its last write; 0 if it does not exist."""
+        return self.versions.get(key, (1, START)) if key in self.objects else (0, START)
+
+    def store(self, key: str, content: bytes) -> None:
+        """Store an object as a new generation."""
+        newest = max((generation for generation, _ in self.versions.values()), default=1)
+        self.objects[key], self.versions[key] = content, (newest + 1, self.time)
 
     def objects_below(self, prefix: str) -> dict[str, bytes]:
         """Return the objects below a prefix, by the rest of their keys."""
@@ -112,7 +129,8 @@ class _Handler(loopback.Handler):
         self._send(200, xml.encode())
 
     def _contents(self, key: str, data: bytes) -> str:
-        fields = f"<Key>{escape(key)}</Key><LastModified>{LAST_MODIFIED}</LastModified><Size>{len(data)}</Size>"
+        modified = START.strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        fields = f"<Key>{escape(key)}</Key><LastModified>{modified}</LastModified><Size>{len(data)}</Size>"
         return f"<Contents>{fields}<ETag>{escape(etag(data))}</ETag></Contents>"
 
     def _read(self, key: str) -> None:
@@ -122,7 +140,12 @@ class _Handler(loopback.Handler):
         elif self.headers.get("If-Match", etag(data)) != etag(data):
             self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
-            fields = {"ETag": etag(data), "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+            generation, modified = self.fake.version(key)
+            fields = {
+                "ETag": etag(data),
+                "Last-Modified": format_datetime(modified, usegmt=True),
+                "x-goog-generation": str(generation),
+            }
             if self.command == "HEAD":
                 self._send(200, data, fields)
             else:
@@ -132,9 +155,31 @@ class _Handler(loopback.Handler):
     def _write(self, key: str, query: dict[str, str], body: bytes) -> None:
         if "uploadId" in query:
             self.fake.parts[query["uploadId"]][int(query["partNumber"])] = body
+            self._send(200, b"", {"ETag": etag(body)})
+            return
+        conditions = {name: self.headers[name] for name in CONDITIONS if name in self.headers}
+        if conditions and not self.fake.has_conditions:
+            self._send(501, b"<Error><Code>NotImplemented</Code></Error>")
+            return
+        with self.fake.lock:
+            is_allowed = self._allows(key, conditions)
+            if is_allowed:
+                self.fake.store(key, body)
+        if is_allowed:
+            generation, _ = self.fake.version(key)
+            self._send(200, b"", {"ETag": etag(body), "x-goog-generation": str(generation)})
         else:
-            self.fake.objects[key] = body
-        self._send(200, b"", {"ETag": etag(body)})
+            self._send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+
+    def _allows(self, key: str, conditions: Mapping[str, str]) -> bool:
+        """Return whether an object has the version that the headers of a write require."""
+        data = self.fake.objects.get(key)
+        known = {
+            "If-None-Match": "*" if data is None else "",
+            "If-Match": "" if data is None else etag(data),
+            "x-goog-if-generation-match": str(self.fake.version(key)[0]),
+        }
+        return all(known[name] == value for name, value in conditions.items())
 
     def _multipart(self, key: str, query: dict[str, str]) -> None:
         if "uploads" in query:
@@ -144,7 +189,7 @@ class _Handler(loopback.Handler):
             xml = f"<InitiateMultipartUploadResult>{name}</InitiateMultipartUploadResult>"
         else:
             parts = self.fake.parts.pop(query["uploadId"])
-            self.fake.objects[key] = b"".join(parts[number] for number in sorted(parts))
+            self.fake.store(key, b"".join(parts[number] for number in sorted(parts)))
             known = escape(etag(self.fake.objects[key]))
             xml = f"<CompleteMultipartUploadResult><ETag>{known}</ETag></CompleteMultipartUploadResult>"
         self._send(200, xml.encode())

@@ -15,6 +15,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.remote import remote_files
+from prepcli.remote.bucket_lock import BucketLock
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.remote_files import LOCK_FILE
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.object_server import FakeObjectStore, serve_objects
 from tests.helpers.run_cli import run_ok
@@ -24,6 +27,9 @@ from tests.helpers.waiting import wait_until
 PREP_SCRIPT = """
 import sys
 from prepcli.remote import remote_files
+from prepcli.remote.bucket_lock import BucketLock
+from prepcli.remote.object_store import Bucket, parse_url
+from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.cli.main import main
 remote_files.FIRST_WAIT_S = 0.001
 sys.exit(main())
@@ -61,7 +67,9 @@ class StoreSite:
         return json.loads(out)
 
     def writes(self) -> list[str]:
-        return [line for line in self.store.requests if line.startswith(("PUT", "POST", "DELETE"))]
+        """Return the requests that changed objects other than locks."""
+        lines = [line for line in self.store.requests if LOCK_FILE not in line]
+        return [line for line in lines if line.startswith(("PUT", "POST", "DELETE"))]
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -156,7 +164,7 @@ def test_overwrite_deletes_bucket_manifest_first(site: StoreSite, home: Path):
     assert site.run_prep(*arguments, "--overwrite")["ok"]
     writes = [line for line in site.writes() if line != "POST bucket"]
     assert writes[:2] == [line.replace("PUT", "DELETE") for line in LAST_WRITES]
-    assert site.writes()[-2:] == LAST_WRITES
+    assert writes[-2:] == LAST_WRITES
     assert "bucket/out/d/old" not in site.store.objects
     assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
 
@@ -224,9 +232,39 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
     running.send_signal(signal.SIGKILL)
     running.communicate()
     assert "bucket/out/prep-manifest.json" not in site.store.objects
-    assert site.run_prep(*arguments)["ok"]
+    assert f"bucket/out/{LOCK_FILE}" in site.store.objects
+    assert site.run_prep(*arguments)["ok"], "the same command takes the lock over at once"
     assert site.store.objects_below("bucket/out/").keys() == read_files(home / "init").keys()
     assert site.run_prep("verify", "s3://bucket/out", str(home / "m"))["ok"]
+
+
+def test_of_two_outputs_at_one_url_one_is_written(site: StoreSite, home: Path):
+    """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
+    arguments = ("save-init", str(home / "m"), "--out", "gs://bucket/out", "--mesh")
+    running = []
+    for number, mesh in enumerate(("1,2,2", "1,4,1")):
+        folder = site.cwd / str(number)
+        folder.mkdir()
+        with chdir(folder):
+            running.append(site.start_prep(*arguments, mesh))
+    reports = [json.loads(process.communicate()[0]) for process in running]
+    assert sorted(report["ok"] for report in reports) == [False, True], reports
+    winner = next(report for report in reports if report["ok"])
+    manifest = json.loads(site.store.objects["bucket/out/prep-manifest.json"])
+    assert manifest["plan"] == winner["plan_digest"]
+    assert not [key for key in site.store.objects if LOCK_FILE in key]
+    assert site.run_prep("verify", "gs://bucket/out", str(home / "m"))["ok"]
+
+
+def test_a_locked_url_is_refused_before_the_work(site: StoreSite, home: Path):
+    arguments = ("save-init", str(home / "m"), *SAVE_INIT[2:], "--out", "gs://bucket/out")
+    with BucketLock(Bucket(parse_url("gs://bucket/out")), "another plan"):
+        error = site.run_prep(*arguments)["error"]
+    assert error["what"] == "gs://bucket/out is locked"
+    assert f"process {os.getpid()} on " in error["why"]
+    assert list(site.cwd.iterdir()) == []
+    assert site.writes() == []
+    assert site.run_prep(*arguments)["ok"]
 
 
 def test_workers_write_and_one_process_uploads(site: StoreSite, home: Path):

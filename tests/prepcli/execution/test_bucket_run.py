@@ -22,8 +22,9 @@ from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.plan import OutputLeaf
-from prepcli.remote import placeholders, remote_files
+from prepcli.remote import bucket_lock, placeholders, remote_files
 from prepcli.remote.object_store import parse_url
+from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import RetryPolicy
 from prepcli.restore.item_reader import open_reader
 from prepcli.targets.training_step import plan_training_step
@@ -52,8 +53,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeObjec
         yield fake
 
 
-def make_run(timeout_s: float = MAX_S) -> BucketRun:
-    return BucketRun(parse_url(URL), Path("local"), RetryPolicy(timeout_s))
+def make_run(timeout_s: float = MAX_S, recipe: str = "recipe") -> BucketRun:
+    return BucketRun(parse_url(URL), Path("local"), RetryPolicy(timeout_s), recipe)
+
+
+def writes(store: FakeObjectStore, *methods: str) -> list[str]:
+    """Return the requests that changed the output."""
+    return [line for line in store.requests if line.startswith(methods) and LOCK_FILE not in line]
 
 
 def test_files_of_a_run_are_moved_in_pieces(store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch):
@@ -133,11 +139,34 @@ def test_one_process_saves_the_digests_of_a_local_run(init: Path, state: Trainin
         run.start_save(2, host_leaves(state), {}).wait()
         assert run.steps() == [2]
     assert not store.objects_below(f"{PREFIX}1/")
-    writes = [line for line in store.requests if line.startswith(("PUT", "POST"))]
-    assert writes[-1] == f"PUT {PREFIX}2/{MANIFEST_FILE}"
-    deletes = [line for line in store.requests if line.startswith("DELETE")]
-    assert deletes[0] == f"DELETE {PREFIX}1/{MANIFEST_FILE}"
+    assert writes(store, "PUT", "POST")[-1] == f"PUT {PREFIX}2/{MANIFEST_FILE}"
+    assert writes(store, "DELETE")[0] == f"DELETE {PREFIX}1/{MANIFEST_FILE}"
+    assert not [path for path in store.objects if LOCK_FILE in path]
     assert_equals_local_step(init, state, store, 2)
+
+
+def test_another_recipe_cannot_write_to_a_run(init: Path, state: TrainingState, store: FakeObjectStore):
+    with RunFolder(make_run(), init, name="tuned", keep=1) as run:
+        run.save(1, host_leaves(state), {})
+        before = store.objects_below(PREFIX)
+        with pytest.raises(PrepError, match=f"{URL} is locked - process {os.getpid()} on "):
+            RunFolder(make_run(recipe="other"), init, name="tuned", keep=1)
+        assert store.objects_below(PREFIX) == before
+        run.save(2, host_leaves(state), {})
+
+
+def test_a_run_that_was_taken_over_saves_no_step(
+    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bucket_lock, "UNSURE_S", -1.0)  # each check asks the store
+    old, new = RunFolder(make_run(), init, name="tuned", keep=1), make_run()
+    new.acquire(lambda text: None)
+    with pytest.raises(PrepError, match="was taken over"):
+        old.save(1, host_leaves(state), {})
+    old.close()
+    assert new.steps() == []
+    assert f"{PREFIX}{LOCK_FILE}" in store.objects, "the lock of the new holder stays"
+    new.release()
 
 
 @pytest.mark.parametrize("count", slow_except([2, 3], [3]))

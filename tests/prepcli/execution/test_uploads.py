@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError
-from prepcli.execution.uploads import UploadRequest, _uploaded_names, parse_out_url
+from prepcli.execution.uploads import UploadRequest, _uploaded_names, make_and_upload, parse_out_url
 from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.remote.remote_files import RemoteFile
+from tests.helpers.object_server import serve_objects
 
 
 def test_parse_out_url_accepts_a_path():
@@ -37,3 +39,42 @@ def test_uploaded_names_require_unchanged_remote_files(tmp_path: Path):
     assert _uploaded_names(path, "p", remote_files) == set()
     path.write_text("".join(json.dumps(mark) + "\n" for mark in marks) + '["p", "c", 1, "et')
     assert _uploaded_names(path, "p", remote_files) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("objects", "overwrite", "error"),
+    [
+        ({"prep-manifest.json": b'{"plan": "other"}'}, False, "already exists"),
+        ({"prep-manifest.json": b"{"}, False, "already exists"),
+        ({"data": b"1"}, False, "is something else"),
+        ({"data": b"1"}, True, "is something else"),
+        ({"prep-manifest.json": b'{"plan": "other"}'}, True, ""),
+        ({"prep-manifest.json": b'{"plan": "mine"}', "whole": b"1"}, False, ""),
+    ],
+)
+def test_upload_sees_what_others_wrote_meanwhile(
+    objects: dict[str, bytes], overwrite: bool, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    request = UploadRequest(ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=overwrite, restart=False)
+    with serve_objects() as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+
+        def make_output(folder: Path, dry_run: bool) -> Report:
+            folder.mkdir(parents=True)
+            (folder / "prep-manifest.json").write_text('{"plan": "mine"}')
+            for name, content in objects.items():
+                store.store(f"bucket/out/{name}", content)
+            return Report(str(folder), {"plan_digest": "mine"})
+
+        if error:
+            with pytest.raises(PrepError, match=error):
+                make_and_upload(request, False, ui=Ui("save-init"), make_output=make_output)
+            assert store.objects_below("bucket/out/") == objects
+            assert request.local_folder.is_dir()
+        else:
+            make_and_upload(request, False, ui=Ui("save-init"), make_output=make_output)
+            uploaded = store.objects_below("bucket/out/")
+            assert uploaded["prep-manifest.json"] == b'{"plan": "mine"}'
+            assert ("whole" in uploaded) == ("whole" in objects), "a complete output is left as it is"

@@ -1,0 +1,254 @@
+"""A lock of a URL in an object store: one plan at a time writes below it.
+
+Object stores have no locks, but conditional writes. The lock is the object `URL/.prep-lock`, which names its owner.
+The owner rewrites it every RENEW_S seconds: the store's time of the last write shows that the owner is alive. A kill
+leaves the lock. The same plan takes it over at once, another plan after STALE_S seconds.
+
+with BucketLock(bucket, plan_digest, note=ui.note) as lock:
+    bucket.write(...)
+    lock.check()  # before the output becomes visible
+    bucket.write("prep-manifest.json", ...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from types import TracebackType
+
+from prepcli.errors import RERUN_HINT, PrepError
+from prepcli.remote.conditional_objects import (
+    ConditionsNotSupportedError,
+    ObjectVersion,
+    SmallObject,
+    create_object,
+    read_object,
+    replace_object,
+)
+from prepcli.remote.object_store import Bucket
+from prepcli.remote.remote_files import LOCK_FILE
+from prepcli.remote.retries import ignore_note
+
+RENEW_S = 30.0
+STALE_S = 300.0  # without a renewal, until another plan takes the lock over
+UNSURE_S = 120.0  # without a successful renewal, until `check` asks the store
+MAX_NBYTES = 4096  # of the lock object
+MAX_TRIES = 10  # to acquire a lock that others acquire and release meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class LockOwner:
+    """The process that holds a lock.
+
+    Attributes:
+        host: Its host.
+        process: Its process id.
+        plan: Digest of the plan that it carries out.
+        token: Random text of this holder, so that two holders on one host differ.
+        renewals: Number of renewals; each one gives the object another ETag.
+    """
+
+    host: str
+    process: int
+    plan: str
+    token: str
+    renewals: int = 0
+
+    def __str__(self) -> str:
+        """Return the process for messages."""
+        return f"process {self.process} on {self.host}"
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the lock object."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> LockOwner:
+        """Return the owner that a lock object names; an unknown one if the object is malformed."""
+        try:
+            fields = json.loads(content)
+            return cls(*(kind(fields[name]) for name, kind in _FIELD_TYPES.items()))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls("an unknown host", 0, "", "")
+
+
+_FIELD_TYPES = {"host": str, "process": int, "plan": str, "token": str, "renewals": int}
+
+
+def lock_owner(bucket: Bucket) -> LockOwner | None:
+    """Return the owner of a URL's lock; None without a lock.
+
+    Raises:
+        PrepError: The store does not answer, or access is denied.
+    """
+    found = read_object(bucket, LOCK_FILE, MAX_NBYTES)
+    return None if found is None else LockOwner.from_bytes(found.content)
+
+
+class BucketLock:
+    """The lock of a URL, held from `acquire` to `release`. A thread renews it."""
+
+    def __init__(
+        self, bucket: Bucket, plan_digest: str, *, note: Callable[[str], object] = ignore_note, renew_s: float = RENEW_S
+    ) -> None:
+        """Create a lock that is not held.
+
+        Args:
+            bucket: Client of the URL to lock.
+            plan_digest: Digest of the plan; a holder with the same plan is replaced.
+            note: Receives a line if the URL cannot be locked or unlocked.
+            renew_s: Seconds between two renewals.
+        """
+        self._bucket, self._note, self._renew_s = bucket, note, renew_s
+        self._owner = LockOwner(socket.gethostname(), os.getpid(), plan_digest, secrets.token_hex(8))
+        self._version: ObjectVersion | None = None  # of the lock object; None if this process has not written it
+        self._new_owner: LockOwner | None = None  # that took the lock over
+        self._renewed_s = 0.0
+        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> BucketLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Acquire the lock, also from a holder with the same plan or without a recent renewal.
+
+        Raises:
+            PrepError: A process with another plan holds the lock, or the store does not answer.
+        """
+        try:
+            self._version = self._write_first()
+        except ConditionsNotSupportedError:
+            self._note(
+                f"{self._bucket.name} cannot be locked (the store has no conditional writes): start no second writer "
+                "there meanwhile"
+            )
+            return
+        self._renewed_s = time.monotonic()
+        self._thread = threading.Thread(target=self._renew_until_released, daemon=True)
+        self._thread.start()
+
+    def _write_first(self) -> ObjectVersion:
+        """Write the lock object of this owner; return its version."""
+        for _ in range(MAX_TRIES):
+            version = create_object(self._bucket, LOCK_FILE, self._owner.to_bytes())
+            found = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version is None and found is not None:
+                version = self._take_over(found)
+            if version is not None:
+                return version
+        raise PrepError(f"{self._bucket.name} cannot be locked", "other processes lock it again and again", RERUN_HINT)
+
+    def _take_over(self, found: SmallObject) -> ObjectVersion | None:
+        """Replace the lock object of another owner; None if it has changed meanwhile."""
+        owner = LockOwner.from_bytes(found.content)
+        if owner.token == self._owner.token:
+            return found.version  # an earlier request of this process arrived, and its answer was lost
+        if owner.plan != self._owner.plan and self._age(found) < timedelta(seconds=STALE_S):
+            raise locked_error(self._bucket, owner)
+        return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), found.version)
+
+    def _age(self, found: SmallObject) -> timedelta:
+        """Return the time since the last renewal of a lock object, by the clock of the store."""
+        return _store_time(self._bucket) - found.modified
+
+    def check(self) -> None:
+        """Check that this process still holds the lock; call it before an output becomes visible.
+
+        Raises:
+            PrepError: Another process has taken the lock over, or the store does not answer.
+        """
+        if self._version is None:
+            return
+        if time.monotonic() - self._renewed_s > UNSURE_S:
+            self._renew()
+        if self._new_owner is not None:
+            why = f"{self._new_owner} works on it now"
+            raise PrepError(
+                f"{self._bucket.name} was taken over", why, "wait until it ends, then run the command again"
+            )
+
+    def _renew_until_released(self) -> None:
+        while not self._released.wait(self._renew_s):
+            # Without an answer of the store, the next renewal or `check` asks again.
+            with contextlib.suppress(PrepError, ConditionsNotSupportedError):
+                self._renew()
+
+    def _renew(self) -> None:
+        """Rewrite the lock object; record its new owner if this process does not hold it any more."""
+        with self._mutex:
+            if self._version is None or self._new_owner is not None or self._released.is_set():
+                return
+            owner = self._owner
+            self._owner = LockOwner(owner.host, owner.process, owner.plan, owner.token, owner.renewals + 1)
+            content = self._owner.to_bytes()
+            version = replace_object(self._bucket, LOCK_FILE, content, self._version)
+            found = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version is None and found is None:
+                version = create_object(self._bucket, LOCK_FILE, content)  # a user removed it
+            elif found is not None:
+                holder = LockOwner.from_bytes(found.content)
+                if holder.token == owner.token:
+                    version = found.version
+                else:
+                    self._new_owner = holder
+            if version is not None:
+                self._version, self._renewed_s = version, time.monotonic()
+
+    def release(self) -> None:
+        """Remove the lock object, unless another process has taken the lock over."""
+        self._released.set()
+        with self._mutex:
+            is_held, self._version = self._version is not None and self._new_owner is None, None
+        if not is_held:
+            return
+        try:
+            found = lock_owner(self._bucket)
+            if found is not None and found.token == self._owner.token:
+                self._bucket.delete(LOCK_FILE)
+        except PrepError as error:
+            self._note(f"{self._bucket.name}/{LOCK_FILE} was not removed: {error.why}")
+
+
+def check_lock(bucket: Bucket, plan_digest: str) -> None:
+    """Raise PrepError if a process with another plan holds a URL's lock."""
+    found = read_object(bucket, LOCK_FILE, MAX_NBYTES)
+    if found is None:
+        return
+    owner = LockOwner.from_bytes(found.content)
+    if owner.plan != plan_digest and _store_time(bucket) - found.modified < timedelta(seconds=STALE_S):
+        raise locked_error(bucket, owner)
+
+
+def locked_error(bucket: Bucket, owner: LockOwner) -> PrepError:
+    """Return the error for a URL that another process writes to."""
+    why = f"{owner} writes another output there"
+    hint = f"wait until it ends; a lock that a killed process left expires after {STALE_S / 60:.0f} minutes"
+    return PrepError(f"{bucket.name} is locked", why, hint)
+
+
+def _store_time(bucket: Bucket) -> datetime:
+    """Return the time of the store: that of an object which is written now."""
+    path = f"{LOCK_FILE}-time-{secrets.token_hex(8)}"
+    create_object(bucket, path, b"\n")
+    try:
+        written = read_object(bucket, path, MAX_NBYTES)
+    finally:
+        bucket.delete(path)
+    if written is None:
+        raise PrepError(f"cannot lock {bucket.name}", "an object that was written cannot be read back", RERUN_HINT)
+    return written.modified
