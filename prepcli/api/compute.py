@@ -163,7 +163,7 @@ def train(
     cross entropy.
 
     Args:
-        recipe: A TOML file, or the name of one of `prep recipes`; docs/reference/recipes.md lists its keys.
+        recipe: A TOML file, or the name of one of `prep recipes`; `prep docs recipes` lists its keys.
         out: Folder of the run; default: `runs/NAME`.
         overrides: One or more changes of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.
