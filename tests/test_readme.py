@@ -16,6 +16,7 @@ import pytest
 
 from prepcli.cli.docs_page import cli_page
 from prepcli.cli.main import main
+from prepcli.cli.root import COMMANDS, command_name
 from prepcli.testing.checkpoints import read_checkpoint
 from tests.helpers.adapters import make_adapter
 from tests.helpers.pickle_builder import make_torch_file
@@ -132,6 +133,24 @@ def test_site_lists_every_page() -> None:
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == pages
+
+
+def test_home_of_the_site_lists_every_command() -> None:
+    home = (ROOT / "docs" / "index.md").read_text()
+    listed = re.findall(r"^\| `prep ([a-z-]+)` \|", home, re.MULTILINE)
+    assert sorted(listed) == sorted([*map(command_name, COMMANDS), "launch"])
+    assert blocks(README)[0] in blocks(ROOT / "docs" / "index.md"), "the same line installs prep"
+    assert "](overview.svg)" in home
+
+
+def test_site_highlights_code_and_can_copy_it(tmp_path: Path) -> None:
+    """Needs the `docs` extra."""
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
+    page = (tmp_path / "index.html").read_text()
+    assert '<div class="language-bash highlight"' in page
+    assert '"content.code.copy"' in page
 
 
 def test_readme_begins_with_the_set_up_commands() -> None:

@@ -19,6 +19,7 @@ from trainer.models.param_tree import Tree
 from trainer.training.token_functions import TokenFunctions, TokenLoss, TokenMetrics
 
 ComputeDtype = Literal["float32", "bfloat16"]
+LoadDtype = Literal["float32", "bfloat16", "keep"]
 
 
 @public
@@ -26,7 +27,7 @@ def load_params(
     checkpoint: PathLike,
     mesh: str | None = None,
     *,
-    dtype: ComputeDtype = "float32",
+    dtype: LoadDtype = "float32",
     verify: bool = True,
     ema: bool = False,
     progress: Progress | None = None,
@@ -41,7 +42,7 @@ def load_params(
     Args:
         checkpoint: Folder, alias, hub id, or `gs://`/`s3://` URL.
         mesh: `dp,fsdp,mp` sizes, or named axes such as `fsdp:64,mp:4`. None: the first device.
-        dtype: Dtype of the arrays, "float32" or "bfloat16".
+        dtype: Dtype of the arrays, "float32" or "bfloat16"; "keep": the stored dtype of each parameter.
         verify: Compare every byte with the checkpoint's checksums or digests.
         ema: Take the moving average of a run's parameters.
         progress: Receives the bytes downloaded or checked; default: none. See `Progress`.
@@ -57,7 +58,7 @@ def load_params(
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
     with open_parameters(checkpoint, mesh, {**options, "ema": ema}, verify=verify, progress=progress) as opened:
-        return opened.load(lambda path: dtype)
+        return opened.load(opened.stored_dtype if dtype == "keep" else lambda path: dtype)
 
 
 @public
@@ -162,7 +163,7 @@ def train(
     cross entropy.
 
     Args:
-        recipe: A TOML file, or the name of one of `prep recipes`; docs/reference/recipes.md lists its keys.
+        recipe: A TOML file, or the name of one of `prep recipes`; `prep docs recipes` lists its keys.
         out: Folder of the run; default: `runs/NAME`.
         overrides: One or more changes of recipe keys, such as "train.steps=10".
         restart: Delete the steps of an earlier run.

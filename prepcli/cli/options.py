@@ -45,6 +45,13 @@ def complete_recipe_or_checkpoint(incomplete: str) -> list[str]:
     return [*dict.fromkeys(names)]
 
 
+def complete_page(incomplete: str) -> list[str]:
+    """Return the pages of the documentation that start with `incomplete`."""
+    from prepcli.commands.docs import page_names
+
+    return [name for name in page_names() if name.startswith(incomplete)]
+
+
 def complete_devices(incomplete: str) -> list[str]:
     """Return the kinds of accelerators that start with `incomplete`, in any case."""
     from trainer.planning.accelerators import ACCELERATORS

@@ -29,6 +29,7 @@ import typer
 from typer.core import TyperGroup
 
 from prepcli.cli.conversion import export, merge, pad_vocab, reshard, save_init
+from prepcli.cli.docs import docs
 from prepcli.cli.evaluation import evaluate
 from prepcli.cli.inspection import check_family, demo, env, inspect, models, verify
 from prepcli.cli.launch import gke, local, slurm, tpu
@@ -45,10 +46,33 @@ from prepcli.execution.signals import Interrupted, notes_of
 COMMANDS = (  # in the order of `--help`
     *(pad_vocab, save_init, reshard, export, merge, verify, inspect),
     *(plan, train, report, evaluate, generate),
-    *(demo, models, recipes, check_family, env),
+    *(demo, docs, models, recipes, check_family, env),
 )
 COMMAND_NAMES = {evaluate: "eval"}  # of functions that have another name than their command
 LAUNCH_COMMANDS = (slurm, tpu, gke, local)
+GUIDES = {  # page of `prep docs` about a command
+    "pad-vocab": "pad",
+    "save-init": "convert",
+    "reshard": "reshard",
+    "export": "convert",
+    "merge": "lora",
+    "verify": "exactness",
+    "inspect": "convert",
+    "plan": "plan",
+    "train": "train",
+    "report": "train",
+    "eval": "evaluate",
+    "generate": "generate",
+    "demo": "tutorial",
+    "models": "convert",
+    "recipes": "train",
+    "check-family": "add-a-family",
+    "env": "launchers",
+    "slurm": "slurm",
+    "tpu": "tpu-pod",
+    "gke": "gke",
+    "local": "several-processes",
+}
 ONE_PROCESS_COMMANDS = (demo,)  # conversions and `train` divide the work; all others only read
 
 
@@ -92,6 +116,8 @@ def prep(
     """Prepare language-model checkpoints for JAX, bit for bit and within a memory budget.
 
     CHECKPOINT is a folder, an alias (see: prep models) or a hub id.
+
+    Documentation: prep docs. First run: prep docs tutorial.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
@@ -104,8 +130,10 @@ def command_name(command: Callable[..., int]) -> str:
 
 
 def _help_text(command: Callable[..., int]) -> str:
-    """Return a command's docstring with Click's marker against re-wrapping before its examples."""
-    return cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+    """Return a command's docstring with Click's marker against re-wrapping before its examples, and its guide."""
+    text = cleandoc(command.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+    guide = GUIDES.get(command_name(command))
+    return f"{text}\n\nGuide: prep docs {guide}" if guide else text
 
 
 launch_app = typer.Typer(help="Start prep train on several hosts or in several processes.", rich_markup_mode=None)

@@ -83,6 +83,7 @@ def _evaluate(request: EvaluateRequest, ui: Ui) -> Report:
         }
         loaded = _load_model(request, opened, [*recipes.values()], ui)
         start_s = time.monotonic()
+        ui.note("compiling for the first batch")
         results = {
             name: evaluate_dataset(
                 loaded.params,
@@ -210,6 +211,7 @@ def _load_model(request: EvaluateRequest, opened: OpenedModel, recipes: Sequence
         sharding=sharding,
         attention_options=AttentionOptions(kernel.name, sizes.queries, sizes.keys),
     )
+    ui.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, recipe.model.dtype))
     return LoadedModel(params, forward_config, _jit_step(request, opened, forward_config), batch_size)
 

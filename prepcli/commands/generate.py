@@ -149,7 +149,7 @@ def _generate(request: GenerateRequest, file_prompts: Sequence[str], ui: Ui) -> 
                 sampling,
             )
             check_prompts(*generator_inputs, model=model, generation_config=generation_config)
-            generator = _build_generator(request, opened, generation_config)
+            generator = _build_generator(request, opened, generation_config, ui)
         return _generate_batches(request, generator, prompts, tokenizer, ui)
 
 
@@ -199,7 +199,9 @@ def _encode_prompts(
     return _EncodedPrompts((*encoded_texts, *ids), (*texts, *decoded), decoder_start_id)
 
 
-def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_config: GenerationConfig) -> Generator:
+def _build_generator(
+    request: GenerateRequest, opened: OpenedModel, generation_config: GenerationConfig, ui: Ui
+) -> Generator:
     """Load the parameters onto their devices, in the dtype of the computation."""
     from trainer.generation.decode import inference_dtype
     from trainer.generation.generator import Generator
@@ -211,6 +213,7 @@ def _build_generator(request: GenerateRequest, opened: OpenedModel, generation_c
     dtype = request.dtype or ("bfloat16" if opened.stored_dtypes() == {"bfloat16"} else "float32")
     scan_layers = opened.model.has_stacked_layers
     forward_config = ForwardConfig(dtype, scan_layers=scan_layers, sharding=opened.sharding)
+    ui.note("loading the parameters")
     params = opened.load(lambda path: inference_dtype(path, dtype))
     return Generator(params, opened.model, forward_config=forward_config, generation_config=generation_config)
 
@@ -222,6 +225,7 @@ def _generate_batches(
     count, start_s = len(prompts.ids), ui.clock()
     batch_size = min(request.batch_size, count)
     output_ids: list[list[int]] = []
+    ui.note("compiling for the first prompts")
     with _open_stream(request, prompts, tokenizer, ui) as stream:
         for start in range(0, count, batch_size):
             batch = prompts.batch(start, start + batch_size)

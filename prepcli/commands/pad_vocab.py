@@ -238,8 +238,9 @@ def _vocabulary_line(
     tensor = next(t for t in source.tensors if t.name in resize.tensors)
     added_rows = size - vocabulary.stored_size
     row_nbytes = tensor.nbytes // tensor.shape[0]
-    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
     if added_rows <= 0:
-        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add{tie_note}"
+        nbytes = format_bytes(sum(t.nbytes for t in source.tensors))
+        return f"vocabulary {vocabulary.stored_size} -> {size}: nothing to add, the output is a full copy of {nbytes}"
+    tie_note = "   embedding and head are tied: padded once" if is_tied else ""
     added = f"+{added_rows} rows of {init}, {format_bytes(added_rows * row_nbytes)}"
     return f"vocabulary {vocabulary.stored_size} -> {size} ({added}){tie_note}"

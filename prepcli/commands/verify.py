@@ -169,7 +169,7 @@ def _verify_digests(model: _VerifiedModel, request: VerifyRequest, memory_nbytes
     tensors = [t for t in source.all_tensors if t.digests]
     read_checksum_bytes(source.root, source.tree_manifest)
     if request.quick:
-        return _quick_ok_report(model, HEADER_CHECKS, "no values read, no digests checked", ui)
+        return _quick_ok_report(model, HEADER_CHECKS, ", no values read, no digests checked", ui)
     if not tensors:
         name, why = source.display_name, "it has no prep-manifest.json with digests"
         raise usage_error(f"nothing to verify {name} against", why, f"`prep verify {name} OTHER`")
@@ -205,7 +205,7 @@ def _verify_pair(a: _VerifiedModel, b: _VerifiedModel, request: VerifyRequest, m
         raise PrepError(f"{a.source.display_name} and {b.source.display_name} are of different families", why)
     findings = list(_shape_findings(a, b))
     if request.quick and not findings:
-        result = f"equal, no values read{_padding_clause(_padding_rows(a, b))}"
+        result = f" equal, no values read{_padding_clause(_padding_rows(a, b))}"
         report = _quick_ok_report(a, SHAPE_CHECKS, result, ui)
         return replace(report, fields={**report.fields, "ignored_padding_rows": _padding_rows(a, b)})
     mismatched = {finding.label for finding in findings}
@@ -359,7 +359,7 @@ def _true_shape(model: _VerifiedModel, tensor: SourceTensor) -> tuple[int, ...]:
 def _quick_ok_report(model: _VerifiedModel, checked: Sequence[str], result: str, ui: Ui) -> Report:
     """Return the report of a successful check without reading values."""
     num_tensors, (*first_checks, last_check) = len(model.tensors), checked
-    text = f"ok: {', '.join(first_checks)} and {last_check} of {num_tensors} tensors {result} ({_elapsed_text(ui)})"
+    text = f"ok: {', '.join(first_checks)} and {last_check} of {num_tensors} tensors{result} ({_elapsed_text(ui)})"
     return Report(text, {"tensors": num_tensors, "values": None, "checked": list(checked)})
 
 

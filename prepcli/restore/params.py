@@ -37,6 +37,24 @@ class OpenedModel:
         """Return the dtypes of the parameters on disk."""
         return {leaf.dtype for name, leaf in self.reader.leaves.items() if name.startswith("params.")}
 
+    def stored_dtype(self, path: str) -> str:
+        """Return the dtype of a parameter on disk.
+
+        Raises:
+            PrepError: The checkpoint lacks the parameter, or JAX has no such dtype without a setting.
+        """
+        import jax
+
+        leaf = self.reader.leaves.get(f"params.{path}")
+        if leaf is None:
+            raise PrepError(f"the checkpoint lacks the parameter {path}", "its config implies it")
+        if str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
+            why = f"params.{path} is stored in {leaf.dtype}, and JAX computes in 32 bits"
+            raise usage_error(
+                "the dtype of a parameter cannot be kept", why, '`dtype="float32"`, or the setting jax_enable_x64'
+            )
+        return leaf.dtype
+
     def load(self, dtype_of: Callable[[str], str]) -> Tree:
         """Return the parameters as sharded arrays; `dtype_of` maps the dotted path of a leaf to its dtype."""
         from trainer.training.loading import load_params

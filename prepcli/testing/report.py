@@ -90,6 +90,6 @@ def _build_report(tiny: HFConfig, results: Sequence[CheckResult], ui: Ui) -> Rep
     if not failed:
         return Report(text, fields)
     reasons = "\n".join(f"{result.check}: {result.text}" for result in failed)
-    hint = "docs/how-to/add-a-family.md lists common causes"
+    hint = "`prep docs add-a-family` lists common causes"
     error = PrepError(f"{name} fails {len(failed)} of {len(results)} checks", reasons, hint)
     return Report(text, fields, error=error)

@@ -32,7 +32,7 @@ _FAMILY_MODULES = (
     *(gpt2, gpt_neo, gptj, gpt_neox, opt, llama, mistral, mixtral),
     *(qwen2, qwen3, qwen3_moe, gemma, gemma2, gemma3, phi3, t5),
 )
-ADD_FAMILY_HINT = "docs/how-to/add-a-family.md explains how to add a family in one file"
+ADD_FAMILY_HINT = "`prep docs add-a-family` explains how to add a family in one file"
 NEW_LAYER_HINT = "a family file cannot add it: the trainer needs a new layer; `prep inspect` shows the tensors"
 MIN_SHARED_FIELDS = 5  # number of shared config fields that makes two families similar
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _FAMILY_MODULES}

@@ -50,5 +50,5 @@ def diagnostics_error(path: Path, diagnostics: Sequence[Diagnostic]) -> PrepErro
         return usage_error(f"{only.place}: {only.what}", only.why, only.hint)
     lines = [diagnostic.text for diagnostic in ordered[:MAX_SHOWN]]
     lines += [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
-    hint = "docs/reference/recipes.md lists all keys"
+    hint = "`prep docs recipes` lists all keys"
     return usage_error(f"{path} has {len(ordered):,} errors", "\n".join(lines), hint)

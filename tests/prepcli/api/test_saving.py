@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,3 +71,16 @@ def test_save_params_of_another_model_is_an_error(model: Path, tmp_path: Path, c
 def test_save_params_does_not_replace_a_folder(model: Path):
     with pytest.raises(prep.OutputExistsError, match="already exists"):
         prep.save_params(prep.load_params(model), model, like=model)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_load_params_keeps_the_stored_dtype(tmp_path: Path, stored: str):
+    make_checkpoint(tmp_path / "model", GPT_NEO, stored)
+    params = prep.load_params(tmp_path / "model", dtype="keep")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {stored}
+
+
+def test_load_params_refuses_a_dtype_without_support(tmp_path: Path):
+    make_checkpoint(tmp_path / "model", GPT_NEO, "float64")
+    with pytest.raises(prep.UsageError, match="is stored in float64, and JAX computes in 32 bits"):
+        prep.load_params(tmp_path / "model", dtype="keep")

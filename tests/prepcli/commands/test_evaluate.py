@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import prepcli as prep
+from prepcli.cli.main import main
 from tests.helpers.processes import finish, start_processes
 from tests.helpers.run_cli import error_lines, run_json, run_ok
 from tests.helpers.slow_cases import slow_except
@@ -98,6 +99,11 @@ def test_processes_evaluate_as_one_does(work_dir: Path, capsys: pytest.CaptureFi
     assert other == (0, "", "")
     expected = eval_json(capsys, "padded", "--data", "a.txt", "--reduction", reduction)["loss"]
     assert json.loads(out)["loss"] == (expected if reduction == "exact" else pytest.approx(expected, rel=1e-6))
+
+
+def test_eval_says_what_it_waits_for(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "tiny", "--data", "a.txt"]) == 0
+    assert "\nloading the parameters\ncompiling for the first batch\n" in capsys.readouterr().err
 
 
 def test_eval_reads_columns_of_json_lines(work_dir: Path, capsys: pytest.CaptureFixture[str]):

@@ -108,6 +108,7 @@ def test_generate_reads_stdin_and_prints_texts_only(work_dir: Path):
     assert [len(line.split()) for line in lines] == [3, 3, 3, 3]
     assert lines[1] == lines[3], "the same prompt, as a text and as ids"
     assert process.stderr.startswith("tiny  llama  ")
+    assert "\nloading the parameters\ncompiling for the first prompts\n" in process.stderr
     assert "12 tokens for 4 prompts in " in process.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,12 @@ def test_lack_of_space_is_found_before_work(
     err = run_failing(capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out"))
     assert err.startswith("error: not enough room for out\n")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_copy_without_new_rows_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make_checkpoint(tmp_path / "m", GPT_NEO, vocab_size=128)
+    assert main(["pad-vocab", str(tmp_path / "m"), "--multiple", "8", "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert re.search(r"128 -> 128: nothing to add, the output is a full copy of \S+ \wiB\n", capsys.readouterr().err)
 
 
 def test_make_fill_returns_kind_seed_and_deviation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,7 @@ def test_verify_quick_of_a_pair_reports_shapes_not_values(capsys: pytest.Capture
     weights.write_bytes(data)
     assert main(["verify", "./m", "./other", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "names, shapes and dtypes" in out
-    assert "no values read" in out
+    assert re.match(r"ok: names, shapes and dtypes of \d+ tensors equal, no values read", out)
     assert "different" not in out
     fields = run_json(capsys, "verify", "./m", "./other", "--quick")
     assert fields["checked"] == ["names", "shapes", "dtypes"]
@@ -46,8 +46,7 @@ def test_verify_quick_of_one_checkpoint_reports_headers(capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["verify", "init", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "headers and file sizes" in out
-    assert "no digests checked" in out
+    assert re.match(r"ok: headers and file sizes of \d+ tensors, no values read, no digests checked \(", out)
     fields = run_json(capsys, "verify", "init", "--quick")
     assert fields["checked"] == ["headers", "file sizes"]
     assert fields["values"] is None

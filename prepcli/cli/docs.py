@@ -1,0 +1,38 @@
+"""The command `prep docs`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from prepcli.cli.option_groups import OutputOptions, expand_option_groups
+from prepcli.cli.options import complete_page
+
+
+@expand_option_groups
+def docs(
+    page: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PAGE",
+            help="Page to print; default: list all.",
+            autocompletion=complete_page,
+            show_default=False,
+        ),
+    ] = None,
+    path: Annotated[bool, typer.Option("--path", help="Print the path of the page instead of its text.")] = False,
+    *,
+    output_options: OutputOptions,
+) -> int:
+    """List the pages of the documentation, or print one; its path goes to stderr.
+
+    Examples:
+      prep docs
+      prep docs train | less
+      prep docs recipes --path
+    """
+    from prepcli.commands.docs import docs as run
+
+    ui = output_options.open_console("docs")
+    return ui.finish(run(page, ui, path_only=path))
