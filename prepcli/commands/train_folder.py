@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.distributed.process_group import ProcessGroup
 
 RUNS_FOLDER = Path("runs")
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 INIT_FOLDER = "init"  # in the folder of a run that an earlier prep began: a converted model
 
 
@@ -73,7 +75,13 @@ def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) 
     if group.index > 0:
         yield
         return
-    place.acquire(note)
+    try:
+        place.acquire(note)
+    except PrepError as error:
+        cause = error.__cause__
+        if not (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE):
+            raise
+        # A finished run prints its result without a lock; another one takes the lock before it writes, and fails then.
     try:
         yield
     except BaseException:

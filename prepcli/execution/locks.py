@@ -13,7 +13,6 @@ from pathlib import Path
 from prepcli.engine.no_follow import open_no_follow
 from prepcli.errors import PrepError
 
-RETRY_FOR_S = 1.0  # longest time for which probes of other processes may hold a free lock
 RETRY_EVERY_S = 0.05
 
 
@@ -62,12 +61,17 @@ def acquire_team_lock(path: Path, locked_path: Path, *, count: int) -> tuple[int
 
 
 def acquire_lock_with_retries(path: Path, locked_name: str) -> int:
-    """Acquire a lock that other processes probe with `is_locked`; PrepError if it stays held."""
+    """Acquire a lock that other processes probe with `is_locked`.
+
+    Raises:
+        PrepError: Another process holds the lock.
+    """
     fd = _open(path)
-    deadline_s = time.monotonic() + RETRY_FOR_S
     while not _try_flock(fd, fcntl.LOCK_EX):
-        if time.monotonic() > deadline_s:
+        # A probe holds a shared lock until its process runs again, which may take long. The holder's is exclusive.
+        if not _try_flock(fd, fcntl.LOCK_SH):
             raise _locked_error(fd, locked_name)
+        fcntl.flock(fd, fcntl.LOCK_UN)
         time.sleep(RETRY_EVERY_S)
     _write_holder(fd)
     return fd

@@ -89,10 +89,12 @@ class RangeReader(Protocol):
 
 
 def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
-    """Return the error for a file whose content is not the listed one."""
-    return PrepError(
-        f"{file.path} changed while it was read", f"in {reader.name}: {why}", f"{RERUN_HINT} with `--restart`"
-    )
+    """Return the error for a file whose content is not the listed one.
+
+    The hint names no `--restart`, with which a training run deletes its steps. A conversion asks for it in its next
+    run, which has another plan.
+    """
+    return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", RERUN_HINT)
 
 
 def read_range(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from prepcli.commands.train_folder import check_shared_folder, run_place
+from prepcli.commands.train_folder import check_last_step, check_shared_folder, hold_run, run_place
 from prepcli.console.ui import open_ui
-from prepcli.errors import PrepError
+from prepcli.errors import FAILED, STOPPED, PrepError
+from prepcli.execution import local_run
+from prepcli.execution.local_run import LocalRun
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.distributed.process_group import SingleProcess
@@ -50,3 +53,30 @@ def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
     (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")
     with pytest.raises(PrepError, match="is not a run"):
         place.check(1)
+
+
+def test_hold_run_lets_a_finished_run_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path, locked_path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(local_run, "acquire_lock", refuse)
+    with hold_run(LocalRun(tmp_path), SingleProcess(), pytest.fail):
+        pass
+    with pytest.raises(PrepError, match="Read-only file system"):
+        LocalRun(tmp_path).acquire(pytest.fail)
+
+
+@pytest.mark.parametrize(("steps", "step", "code"), [([3, 6], 3, STOPPED), ([], 3, FAILED), ([3], 0, STOPPED)])
+def test_check_last_step_refuses_a_run_at_another_step(
+    steps: list[int], step: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    place = LocalRun(tmp_path)
+    monkeypatch.setattr(place, "known_steps", lambda: steps)
+    with pytest.raises(PrepError, match=f"is at step {max(steps, default=0)}, and this start has read") as caught:
+        check_last_step(place, step)
+    assert caught.value.code == code
+    assert "start again" in caught.value.hint
+
+
+def test_check_last_step_accepts_the_step_that_was_read(tmp_path: Path):
+    check_last_step(LocalRun(tmp_path), 0)

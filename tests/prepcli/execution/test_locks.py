@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from prepcli.errors import PrepError
+from prepcli.execution import locks
 from prepcli.execution.locks import acquire_lock
 
 TAKE = """
@@ -39,3 +42,40 @@ def test_lock_excludes_other_processes(tmp_path: Path):
 def test_lock_ends_with_its_process(tmp_path: Path):
     subprocess.run([sys.executable, "-c", TAKE, tmp_path / ".lock"], check=True)
     os.close(acquire_lock(tmp_path / ".lock", Path("run")))
+
+
+class Clock:
+    """A clock that only sleeping moves, and a probe that ends at a given time."""
+
+    def __init__(self, probe: int, ends_at_s: float) -> None:
+        self.now_s, self._probe, self._ends_at_s = 0.0, probe, ends_at_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self._probe >= 0 and self.now_s >= self._ends_at_s:
+            os.close(self._probe)
+            self._probe = -1
+
+    strftime = staticmethod(time.strftime)
+
+
+def test_lock_waits_for_a_probe_on_a_slow_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "lock"
+    probe = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(probe, fcntl.LOCK_SH)
+    monkeypatch.setattr(locks, "time", Clock(probe, ends_at_s=600.0))
+    fd = locks.acquire_lock_with_retries(path, "share 0")
+    assert locks.is_locked(path)
+    os.close(fd)
+
+
+def test_lock_of_another_process_is_refused(tmp_path: Path):
+    path = tmp_path / "lock"
+    fd = locks.acquire_lock_with_retries(path, "share 0")
+    with pytest.raises(PrepError, match="share 0 is locked"):
+        locks.acquire_lock_with_retries(path, "share 0")
+    os.close(fd)
+    os.close(locks.acquire_lock_with_retries(path, "share 0"))

@@ -108,6 +108,7 @@ def test_changed_object_is_an_error(monkeypatch, content: bytes | None):
         with pytest.raises(PrepError) as caught:
             read(bucket, file, 0, 100)
     assert caught.value.what == "w changed while it was read"
+    assert caught.value.hint == "run the same command again", "`--restart` deletes the steps of a training run"
 
 
 @pytest.mark.parametrize("status", [401, 403])
