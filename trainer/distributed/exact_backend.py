@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import xla_bridge
 
+from trainer.distributed.devices import all_devices
 from trainer.models.errors import PrepError
 
 FLAGS, MAX_ISA = "XLA_FLAGS", "--xla_cpu_max_isa"
@@ -41,7 +42,7 @@ def start_exact_backend() -> None:
     was_in_use = xla_bridge.backends_are_initialized()
     if not was_in_use:
         with _flags_without_fused():
-            jax.devices()
+            all_devices()
     if jax.default_backend() == "cpu" and fuses_multiply_add():
         raise _fused_error(was_in_use)
 

@@ -11,6 +11,7 @@ import jax
 from jax._src import cloud_tpu_init, xla_bridge
 
 from trainer.distributed.coordination import CoordinatedProcesses
+from trainer.distributed.devices import local_devices
 from trainer.distributed.process_group import ProcessGroup, SingleProcess
 from trainer.distributed.rendezvous import meet_processes
 from trainer.distributed.runtime_errors import RuntimeErrors
@@ -108,10 +109,11 @@ def check_local_devices(count: int) -> None:
         UsageError: The process has another number of devices: they were in use before, or have to be chosen by a
             variable such as CUDA_VISIBLE_DEVICES.
     """
-    num_devices = jax.local_device_count()
+    devices = local_devices()
+    num_devices = len(devices)
     if num_devices == count:
         return
-    platform = jax.local_devices()[0].platform
+    platform = devices[0].platform
     variables = {"cpu": f"`JAX_NUM_CPU_DEVICES={count}` before Python starts", "gpu": "`CUDA_VISIBLE_DEVICES`"}
     hint = variables.get(platform, "the variables of the launcher")
     what = f"`cluster.n_local_devices` is {count}, and this process has {num_devices} x {platform}"
