@@ -48,6 +48,16 @@ def plan(
     compile_step: Annotated[
         bool, typer.Option("--compile", help="Compile the step for --devices; show XLA's memory and collectives.")
     ] = False,
+    compile_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--compile-timeout",
+            metavar="SECONDS",
+            min=0.01,
+            help="End the compilation after SECONDS; default: no limit.",
+            show_default=False,
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.", show_default=False)
     ] = None,
@@ -78,6 +88,7 @@ def plan(
         devices=devices,
         search=search,
         compile_step=compile_step,
+        compile_timeout_s=compile_timeout,
         html=html,
         config=config,
         offline=offline,

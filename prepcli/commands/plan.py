@@ -34,6 +34,7 @@ class PlanRequest:
     devices: str | None = None  # `KIND`, `KIND:NUMBER` or `NUMBER`; None: all kinds
     search: bool = False  # list the meshes on which the step fits
     compile_step: bool = False  # compile the step, and show the compiler's plan
+    compile_timeout_s: float | None = None  # after which the compilation is ended
     html: Path | None = None  # file of a page
     config: Path | None = None  # config.json, instead of the checkpoint's
     offline: bool = False
@@ -77,6 +78,8 @@ def plan(request: PlanRequest, ui: Ui) -> Report:
 
 def _check_request(request: PlanRequest, devices: _Devices) -> None:
     """Raise UsageError for options that conflict or have no effect."""
+    if not request.compile_step and request.compile_timeout_s is not None:
+        check_needs("--compile-timeout", True, "--compile", "it limits the time of a compilation")
     if request.search:
         if devices.kind is None:
             check_needs("--search", True, "--devices KIND", "a mesh fits into the memory of a kind of device")
@@ -104,7 +107,9 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
     training_plan = replan({})
     for warning in context_warnings(recipe, training_plan.inputs):
         ui.warn(warning)
-    compiled = _compile(target, training_plan, devices.kind, ui) if request.compile_step else None
+    compiled = None
+    if request.compile_step:
+        compiled = _compile(target, training_plan, devices.kind, limit_s=request.compile_timeout_s, ui=ui)
     kinds = [training_plan.on(kind) for kind in ([devices.kind] if devices.kind else ACCELERATORS.values())]
     change = _find_change(training_plan, target, devices.kind)
     does_not_fit = devices.kind is not None and not kinds[0].fits
@@ -130,11 +135,13 @@ def _plan_report(request: PlanRequest, target: PlanTarget, devices: _Devices, ui
     return Report("\n".join(lines), fields)
 
 
-def _compile(target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, ui: Ui) -> CompiledStep:
+def _compile(
+    target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, *, limit_s: float | None, ui: Ui
+) -> CompiledStep:
     """Compile the step; only then JAX is imported."""
     from prepcli.commands.plan_compile import compile_step
 
-    return compile_step(target, training_plan, kind, ui)
+    return compile_step(target, training_plan, kind, limit_s=limit_s, ui=ui)
 
 
 def _resolved_mesh(mesh: str, devices: _Devices) -> str:

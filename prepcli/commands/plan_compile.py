@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from prepcli.commands.compiled_report import CompiledStep
 from prepcli.commands.plan_target import PlanTarget
+from prepcli.console.formatting import format_duration
 from prepcli.console.ui import Ui
+from trainer.distributed.compile_process import CompileWatch
 from trainer.models.memory_estimate import estimate_memory
 from trainer.models.memory_inputs import FLOAT32
 from trainer.models.slices import num_slices
@@ -16,7 +18,9 @@ from trainer.planning.training_plan import TrainingPlan
 from trainer.training.compiled_plan import compiled_plan
 
 
-def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, ui: Ui) -> CompiledStep:
+def compile_step(
+    target: PlanTarget, training_plan: TrainingPlan, kind: Accelerator | None, *, limit_s: float | None, ui: Ui
+) -> CompiledStep:
     """Compile the training step of a plan.
 
     Args:
@@ -24,10 +28,11 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
         training_plan: The plan.
         kind: Kind of the devices. For TPUs the step is compiled for a slice with the mesh's number of chips, otherwise
             for simulated CPU devices.
-        ui: Receives notes.
+        limit_s: Seconds after which the compilation is ended; None without limit.
+        ui: Receives notes about the phases.
 
     Raises:
-        PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile.
+        PrepError: libtpu is missing, no slice has the number of chips, or the step does not compile within the limit.
     """
     mesh, recipe = training_plan.mesh, training_plan.recipe
     count = num_slices(training_plan.slices)
@@ -37,7 +42,11 @@ def compile_step(target: PlanTarget, training_plan: TrainingPlan, kind: Accelera
     hardware = topology if count == 1 else f"{count} x {topology}"
     ui.note(f"compiling for {hardware if topology else f'{mesh.n_devices:,} simulated CPU devices'}")
     manifest = {**target.model.manifest(mesh, target.rules), "rules": list(target.rule_texts)}
-    plan = compiled_plan(recipe, manifest, mesh, topology)
+
+    def note_phase(phase: str, elapsed_s: float) -> None:
+        ui.note(f"{phase}, {format_duration(elapsed_s)} since the start")
+
+    plan = compiled_plan(recipe, manifest, mesh, topology, watch=CompileWatch(note_phase, limit_s))
     inputs = training_plan.inputs
     if plan.is_upper_bound:
         inputs = replace(inputs, itemsize=FLOAT32, blocks_overlap=True)  # as CPUs compute

@@ -1,10 +1,7 @@
-"""Devices to compile for that this machine does not have, and the process in which JAX can describe them."""
+"""Devices to compile for that this machine does not have."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,8 +10,6 @@ from jax.experimental import topologies
 
 from trainer.models.errors import PrepError, usage_error
 
-# JAX reads these once per process. libtpu would otherwise look for a TPU host, and lock the machine's TPU.
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # The two cores of a v4 chip are one device with its whole memory, as on a TPU VM. libtpu would describe two devices.
 _CHIP_CONFIGS = {"v4": {"chip_config_name": "megacore"}}
 _ONE_CHIP = "1x1"  # libtpu assumes hosts with four chips
@@ -43,27 +38,3 @@ def tpu_devices(topology: str, num_slices: int = 1) -> list[Any]:
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
         raise usage_error(f"unknown TPU topology {topology!r:.60}", why, "for example `v5p:8x8x4`") from error
-
-
-def run_compile_process(module: str, request: str, num_cpu_devices: int) -> str:
-    """Run a module in a process whose JAX has simulated CPU devices only.
-
-    Args:
-        module: Module to run; it reads the request from stdin and writes its answer to stdout.
-        request: Text of the request.
-        num_cpu_devices: Number of CPU devices.
-
-    Returns:
-        The last line that the module writes.
-
-    Raises:
-        PrepError: The process failed.
-    """
-    environment = os.environ | _ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(num_cpu_devices)}
-    command = [sys.executable, "-P", "-m", module]  # -P: no imports from the current folder
-    process = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
-    answer = process.stdout.splitlines()
-    if process.returncode or not answer:
-        last_line = (process.stderr.splitlines() or ["no message"])[-1]
-        raise PrepError("the compilation failed", f"exit code {process.returncode}: {last_line:.300}")
-    return answer[-1]

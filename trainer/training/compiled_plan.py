@@ -15,9 +15,16 @@ from typing import Any
 from trainer.data.packed_documents import document_columns
 from trainer.data.packing import ColumnSpecs
 from trainer.data.seq2seq import seq2seq_columns
+from trainer.distributed.compile_process import (
+    UNWATCHED,
+    CompileWatch,
+    read_request,
+    report_phase,
+    run_compile_process,
+)
 from trainer.distributed.device_kind import device_kind
 from trainer.distributed.sharding import make_sharding_context
-from trainer.distributed.topology import run_compile_process, tpu_devices
+from trainer.distributed.topology import tpu_devices
 from trainer.models.attention_kernels import ANY_ACCELERATOR
 from trainer.models.compiled_plan import CompiledPlan
 from trainer.models.errors import USAGE, PrepError, UsageError, usage_error
@@ -39,7 +46,14 @@ from trainer.training.step_compilation import compile_plan
 MANIFEST_KEYS = ("config", "tied", "scan", "scan_axis", "rules")
 
 
-def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None = None) -> CompiledPlan:
+def compiled_plan(
+    recipe: Recipe,
+    manifest: Mapping[str, Any],
+    mesh: Mesh,
+    topology: str | None = None,
+    *,
+    watch: CompileWatch = UNWATCHED,
+) -> CompiledPlan:
     """Compile a recipe's training step and return the compiler's plan.
 
     Args:
@@ -49,9 +63,11 @@ def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topol
         mesh: The mesh without open axes.
         topology: TPU topology of each slice to compile for, such as `v5p:8x8x4`; None to compile for simulated CPU
             devices, whose plan is an upper bound.
+        watch: Reports and time limit.
 
     Raises:
-        PrepError: libtpu is missing, the step does not fit the devices' memory, or the compiler failed.
+        PrepError: libtpu is missing, the step does not fit the devices' memory, the compiler failed, or it reached the
+            time limit.
         UsageError: The topology is unknown, or recipe, model, mesh and topology do not fit together.
     """
     request = {
@@ -61,7 +77,7 @@ def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topol
         "topology": topology,
     }
     num_cpu_devices = 1 if topology else mesh.n_devices
-    answer = json.loads(run_compile_process(__name__, json.dumps(request), num_cpu_devices))
+    answer = json.loads(run_compile_process(__name__, json.dumps(request), num_cpu_devices, watch))
     if error := answer.get("error"):
         raise (UsageError if error["code"] == USAGE else PrepError)(**error)
     return CompiledPlan.from_json(answer)
@@ -69,6 +85,7 @@ def compiled_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topol
 
 def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None) -> CompiledPlan:
     """Compile the step in this process."""
+    report_phase("libtpu describes the devices" if topology else "JAX starts")
     slices = parse_slice_counts(recipe.cluster.dcn_mesh)
     devices = tpu_devices(topology, num_slices(slices)) if topology else None
     sharding = make_sharding_context(mesh, partition_rules(recipe, manifest), devices=devices, slices=slices)
@@ -87,7 +104,7 @@ def _compile(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: 
     )
     shape = batch_shape(recipe.batch, n_devices=mesh.n_devices, n_replicas=sharding.data_parallel_size)
     batch = column_shapes(_columns(recipe), shape.size, sharding)
-    return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices")
+    return compile_plan(setup, batch, topology or f"{mesh.n_devices} CPU devices", report_phase)
 
 
 def _lora_entry(recipe: Recipe) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def _columns(recipe: Recipe) -> ColumnSpecs:
 
 def main() -> None:
     """Compile the request on stdin; write the plan or the error to stdout as a line of JSON."""
-    request = json.load(sys.stdin)
+    request = read_request()
     recipe, mesh = Recipe.model_validate_json(json.dumps(request["recipe"])), parse_mesh(request["mesh"])
     try:
         answer = _compile(recipe, request["manifest"], mesh, request["topology"]).to_json()

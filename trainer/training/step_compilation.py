@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,19 @@ def jit_train_step(setup: StepSetup) -> Any:
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
 
-def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], target: str) -> CompiledPlan:
+def compile_plan(
+    setup: StepSetup,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    target: str,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> CompiledPlan:
     """Compile the training step for the devices of its mesh, and return the compiler's plan.
 
     Args:
         setup: The static parts of the step.
         batch: Shape, dtype and sharding of each array of a batch.
         target: Name of the devices.
+        on_phase: Receives the name of each phase when it begins.
 
     Raises:
         PrepError: The step does not fit the memory of the devices.
@@ -39,8 +45,12 @@ def compile_plan(setup: StepSetup, batch: Mapping[str, jax.ShapeDtypeStruct], ta
     assert setup.sharding.device_mesh is not None
     start_s = time.perf_counter()
     with catch_out_of_memory():
-        compiled = jit_train_step(setup).lower(state_shapes(setup), batch).compile()
+        on_phase("JAX traces the step")
+        lowered = jit_train_step(setup).lower(state_shapes(setup), batch)
+        on_phase("XLA compiles it")
+        compiled = lowered.compile()
     compile_s = time.perf_counter() - start_s
+    on_phase("the program is read")
     memory: Any = compiled.memory_analysis()
     return CompiledPlan(
         target=target,

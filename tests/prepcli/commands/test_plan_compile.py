@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 
 from prepcli.cli.main import main
 from prepcli.commands import plan_compile
-from prepcli.errors import OK, USAGE
+from prepcli.errors import FAILED, INTERRUPTED, OK, USAGE
 from tests.helpers.tiny_checkpoints import LLAMA
+from trainer.distributed.compile_process import CompileWatch
 from trainer.models.compiled_plan import Collective, CompiledPlan
 from trainer.models.mesh import Mesh
 from trainer.recipe import Recipe
@@ -40,7 +44,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Recipe, Mapping[str,
     """Replace the compilation by a fixed plan, and record its arguments."""
     recorded: list[tuple[Recipe, Mapping[str, Any], str, str | None]] = []
 
-    def fake_plan(recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None) -> CompiledPlan:
+    def fake_plan(
+        recipe: Recipe, manifest: Mapping[str, Any], mesh: Mesh, topology: str | None, *, watch: CompileWatch
+    ) -> CompiledPlan:
+        watch.on_phase("XLA compiles it", 65.0)
         recorded.append((recipe, manifest, str(mesh), topology))
         return CompiledPlan(
             target=topology or "4 CPU devices",
@@ -84,6 +91,7 @@ def test_text_has_memory_collectives_and_cost(requests: list[Any], capsys: pytes
     cost = "compiled in 61.0 s with 1.07 GiB of host memory"
     assert lines[10] == f"Attention kernel blockwise; {cost}. An operation in a loop counts once."
     assert "compiling for v5p:2x2x1" in err
+    assert "XLA compiles it, 65.0 s since the start" in err
 
 
 def test_upper_bound_is_compared_with_the_estimate_for_cpus(requests: list[Any], capsys: pytest.CaptureFixture[str]):
@@ -147,3 +155,25 @@ def test_step_is_compiled_for_a_tpu_slice(
     compiled = plan_json(capsys, *words)["compiled"]
     assert (compiled["target"], compiled["is_upper_bound"]) == ("v5e:2x2", False)
     assert compiled["temporary"] > 0
+
+
+def test_time_limit_ends_the_compilation(capsys: pytest.CaptureFixture[str]):
+    error = plan_json(capsys, "--mesh", "1,2,2", "--compile", "--compile-timeout", "0.01", code=FAILED)["error"]
+    assert error["what"] == "the step was not compiled within 0.01 s"
+    assert "--compile-timeout" in error["hint"]
+
+
+def test_time_limit_needs_a_compilation(capsys: pytest.CaptureFixture[str]):
+    error = plan_json(capsys, "--mesh", "1,2,2", "--compile-timeout", "9", code=USAGE)["error"]
+    assert "`--compile-timeout`" in error["what"]
+
+
+def test_interrupt_ends_the_compilation():
+    words = [*WORDS, "--mesh", "1,2,2", "--compile"]
+    with subprocess.Popen([sys.executable, "-m", "prepcli", *words], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "since the start" not in (line := process.stderr.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        process.stderr.read()
+    assert process.returncode == INTERRUPTED
