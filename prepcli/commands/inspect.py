@@ -21,6 +21,7 @@ from prepcli.commands.inspect_report import (
     shape_fields,
 )
 from prepcli.console.formatting import count_text, format_bytes
+from prepcli.console.tables import wrap_line
 from prepcli.console.ui import LEAVES, Cell, Report, Ui, format_table
 from prepcli.engine.blobs import Blob, open_blobs
 from prepcli.errors import PrepError, usage_error
@@ -93,7 +94,8 @@ def inspect(request: InspectRequest, ui: Ui) -> Report:
     entries = _sort_entries([entry for entry in contents.entries if entry.name in names], request.sort)
     text, fields = _render_view(request, contents, entries, ui)
     count = [count_line(contents, entries)] if request.pattern else []
-    return Report("\n".join([*header_lines(contents, source["source"]), "", text, *count]), source | fields)
+    head = [wrap_line(line, ui.columns) for line in header_lines(contents, source["source"])]
+    return Report("\n".join([*head, "", text, *count]), source | fields)
 
 
 def _check_request(request: InspectRequest) -> None:

@@ -59,6 +59,15 @@ def test_inspect_shows_whole_names(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+def test_inspect_of_an_init_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, model: Path, width: int) -> None:
+    monkeypatch.chdir(model.parent)
+    if not Path("init").exists():
+        assert main(["save-init", "model", "--mesh", "1,1,1", "--out", "init", "-q"]) == OK
+    lines = run_in_terminal(monkeypatch, width, "inspect", "init")
+    assert {"params.embed.tokens", "params.layers.attn.q.weight"} <= first_words(lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_inspect_tree_shows_whole_names(monkeypatch: pytest.MonkeyPatch, model: Path, width: int) -> None:
     monkeypatch.chdir(model.parent)
     lines = run_in_terminal(monkeypatch, width, "inspect", "model", "--tree")
