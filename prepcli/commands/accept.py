@@ -1,4 +1,4 @@
-"""`prep verify OUTPUT --accept FILE`: record the new digest of a file that the user changed on purpose."""
+"""`prep verify OUTPUT --accept FILE`: record the new digest of a file changed on purpose."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 from prepcli.console.lists import join_names
 from prepcli.console.ui import Ui
 from prepcli.errors import PrepError, usage_error
-from prepcli.formats.file_records import record_file
+from prepcli.formats.file_records import is_settings_file, record_file
 from prepcli.formats.manifest import (
     DIGEST_KEY,
     FILES_KEY,
-    HEADER_KEY,
-    KEYS_BY_KIND,
     MANIFEST_FILE,
     SIZE_KEY,
     STATE_ITEM,
@@ -36,8 +34,7 @@ MAX_SHOWN = 6
 def accept_files(checkpoint: str, files: Sequence[str], ui: Ui) -> list[dict[str, Any]]:
     """Record the present bytes of files in the manifest of an output.
 
-    A file that no longer exists is taken off the record. A changed config.json replaces the one in the manifest, which
-    describes the model.
+    A removed file is taken off the record. A changed config.json replaces `config` in the manifest.
 
     Args:
         checkpoint: A local output of prep.
@@ -79,7 +76,7 @@ def _output_folder(checkpoint: str) -> Path:
 
 
 def _recorded_name(folder: Path, manifest: Mapping[str, Any], file: str) -> str:
-    """Return the name of a file of settings that the user named by its path or by the end of it."""
+    """Return the recorded name of a settings file, given by its path or by the end of it."""
     names = [MANIFEST_FILE, *_settings_files(manifest)]
     path = Path(file).absolute()
     if path.is_relative_to(folder.absolute()):
@@ -93,10 +90,7 @@ def _recorded_name(folder: Path, manifest: Mapping[str, Any], file: str) -> str:
 
 def _settings_files(manifest: Mapping[str, Any]) -> list[str]:
     """Return the recorded files without tensors, and of an Orbax item without its index and metadata."""
-    names = [name for name, record in manifest[FILES_KEY].items() if HEADER_KEY not in record]
-    if manifest["kind"] in KEYS_BY_KIND:
-        names = [name for name in names if HF_FOLDER in name.split("/")[:-1]]
-    return names
+    return [name for name, record in manifest[FILES_KEY].items() if XXH3_KEY in record and is_settings_file(name)]
 
 
 def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
@@ -106,11 +100,6 @@ def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]
         return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
     records = manifest[FILES_KEY]
     old = records[name]
-    if HEADER_KEY in old:
-        why = "it holds tensors, which have digests of their own"
-        raise usage_error(
-            f"{folder / name} cannot be accepted", why, "convert the changed checkpoint into a new output"
-        )
     change: dict[str, Any] = {"file": name}
     if (folder / name).exists():
         new: Mapping[str, Any] = record_file(folder / name)

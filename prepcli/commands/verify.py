@@ -86,7 +86,7 @@ def verify(request: VerifyRequest, ui: Ui) -> Report:
 
 
 def _accept_files(request: VerifyRequest, ui: Ui) -> list[dict[str, Any]]:
-    """Record the digests of the files that the user changed, and return what changed."""
+    """Record the digests of the request's changed files, and return their changes."""
     if not request.accept:
         return []
     checkpoint = request.common.checkpoint

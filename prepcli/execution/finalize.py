@@ -101,7 +101,7 @@ def _file_records(plan: Plan, folder: Path, packed_files: Sequence[str] | None) 
 
 
 def _header_record(file: OutputFile) -> FileRecord:
-    """Return the record of a data file: its size, and the digest of the bytes that do not come from tensors."""
+    """Return the record of a data file: its size, and the digest of its bytes outside of tensors."""
     constant_bytes = b"".join((file.header, *(data for _, data in file.constant_ranges)))
     return {SIZE_KEY: file.size, HEADER_KEY: digest(constant_bytes)}
 

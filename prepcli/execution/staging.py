@@ -334,7 +334,7 @@ def remove_work_folder(out: Path) -> None:
 
 
 def remove_leftover(out: Path) -> None:
-    """Remove the work folder of a complete output that a kill left there, unless a process still uses it."""
+    """Remove the work folder of a complete output after a kill, unless a process still uses it."""
     work = out / WORK_FOLDER
     # NAME.partial has a manifest too, shortly before it is renamed; its work folder is needed to resume
     is_output = (out / MANIFEST_FILE).is_file() and out.suffix != PARTIAL_SUFFIX

@@ -14,10 +14,14 @@ import xxhash
 
 from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.manifest import FILES_KEY, HEADER_KEY, MANIFEST_FILE, SIZE_KEY, XXH3_KEY, accept_hint
+from prepcli.formats.ocdbt import OCDBT_MANIFEST
+from prepcli.formats.orbax import METADATA_FILE
 from prepcli.formats.untrusted import unreadable_error
 from trainer.files.reading import open_regular_file, resolve_named_path
 
 READ_NBYTES = 1 << 20
+ITEM_FILES = {METADATA_FILE, OCDBT_MANIFEST, "_CHECKPOINT_METADATA", "commit_success.txt"}  # of Orbax
+ITEM_DATA_FOLDER = "d"
 
 FileRecord = dict[str, Any]
 
@@ -49,7 +53,7 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def check_files(folder: Path, manifest: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-    """Check the listed files of an output. Files that the manifest does not list are ignored.
+    """Check the listed files of an output. Other files are ignored.
 
     Args:
         folder: Folder of the manifest.
@@ -78,11 +82,15 @@ def are_files_intact(folder: Path, manifest: Mapping[str, Any]) -> bool:
 def _check_file(folder: Path, name: str, record: FileRecord) -> None:
     path = resolve_named_path(folder, name, folder / MANIFEST_FILE)
     if not path.exists():
-        raise DamagedError(f"{path} does not exist", "the manifest lists it", accept_hint(folder, name))
+        raise DamagedError(f"{path} does not exist", "the manifest lists it", _hint(folder, name))
     actual = record_file(path)
     if any(actual[key] != record[key] for key in (SIZE_KEY, XXH3_KEY)):
         why = f"it has {_describe(actual)}, the manifest records {_describe(record)}"
-        raise DamagedError(f"{path} is damaged", why, accept_hint(folder, name))
+        raise DamagedError(f"{path} is damaged", why, _hint(folder, name))
+
+
+def _hint(folder: Path, name: str) -> str:
+    return accept_hint(folder, name) if is_settings_file(name) else GET_AGAIN_HINT
 
 
 def _describe(record: FileRecord) -> str:
@@ -90,14 +98,20 @@ def _describe(record: FileRecord) -> str:
 
 
 def recorded_xxh3(path: Path, folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the digest that the manifest in `folder` records for a file; empty if it lists no such file."""
+    """Return the recorded digest of a file; empty if the manifest in `folder` lists no such file."""
     if not path.is_relative_to(folder):
         return ""
     return manifest.get(FILES_KEY, {}).get(path.relative_to(folder).as_posix(), {}).get(XXH3_KEY, "")
 
 
+def is_settings_file(name: str) -> bool:
+    """Return whether a listed file is one that users edit: not the metadata or the index of an Orbax item."""
+    *folders, file = name.split("/")
+    return file not in ITEM_FILES and ITEM_DATA_FOLDER not in folders
+
+
 def check_header(path: Path, manifest: Mapping[str, Any], header_digest: str) -> None:
-    """Check the bytes of a data file that are outside of its tensors.
+    """Check the bytes of a data file outside of its tensors.
 
     Args:
         path: The file, in the folder of the manifest.

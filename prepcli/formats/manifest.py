@@ -103,7 +103,7 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def accept_hint(folder: Path, name: str) -> str:
-    """Return the hint for a file that differs from its record in a manifest."""
+    """Return the hint for a file unequal to its record in a manifest."""
     return f"`prep verify {folder} --accept {name}` if you changed it on purpose, else {GET_AGAIN_HINT}"
 
 
@@ -161,7 +161,7 @@ def _is_file_record(record: Any) -> bool:
 
 
 def encode_manifest(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes of the manifest file. One that lists files gets its own digest."""
+    """Return the bytes of the manifest file, with its own digest if it lists files."""
     text = json.dumps({"format": FORMAT_VERSION, **content}, indent=1)
     if FILES_KEY in content:
         # tuples and keys that are not text become lists and text: the digest is that of the stored content

@@ -52,7 +52,7 @@ def open_source(located: LocatedCheckpoint, config_path: Path | None = None) -> 
 
 
 def check_local_files(local_files: LocalFiles, names: Collection[str] | None = None) -> None:
-    """Check the files of a checkpoint that its manifest lists, as far as they were fetched.
+    """Check the listed files of a checkpoint, as far as they were fetched.
 
     Args:
         local_files: The files.

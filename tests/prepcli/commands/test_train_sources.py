@@ -45,7 +45,7 @@ def train_two_steps(model: str, *words: str) -> dict[str, bytes]:
 def comparable(files: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Split the files of a step into data files, and its manifest without times of files and the model's path."""
     manifest = json.loads(files.pop("prep-manifest.json"))
-    return files, {key: value for key, value in manifest.items() if key not in ("plan", "recipe")}
+    return files, {key: value for key, value in manifest.items() if key not in ("plan", "recipe", "digest")}
 
 
 def make_source(kind: str) -> str:

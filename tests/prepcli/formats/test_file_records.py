@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from prepcli.errors import DamagedError, PrepError
+from prepcli.errors import GET_AGAIN_HINT, DamagedError, PrepError
 from prepcli.formats.file_records import check_files, check_header, record_files
 
 
@@ -47,6 +47,13 @@ def test_check_files_names_changed_file_and_way_out(tmp_path, content: bytes):
     assert caught.value.what == f"{tmp_path}/tokenizer.json is damaged"
     assert f"`prep verify {tmp_path} --accept tokenizer.json`" in caught.value.hint
     check_files(tmp_path, manifest, ["hf/config.json"])
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "state/manifest.ocdbt", "d/0123"])
+def test_check_files_advises_no_acceptance_of_item_files(tmp_path, name: str):
+    with pytest.raises(DamagedError) as caught:
+        check_files(tmp_path, {"files": {name: {"bytes": 2, "xxh3": "0"}}})
+    assert caught.value.hint == GET_AGAIN_HINT
 
 
 def test_check_files_names_missing_file(tmp_path):
