@@ -15,6 +15,7 @@ from trainer.training.metrics import EVAL_PREFIX
 
 CURVES = {  # metric -> heading
     "loss": "Training loss",
+    "z_loss": "Z-loss",
     "eval_loss": "Evaluation loss",
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",

@@ -91,7 +91,10 @@ class LineDisplay:
     def on_log(self, line: Mapping[str, Any], remaining_s: float | None) -> None:
         """Print `step   288/480  loss 2.6914  lr 1.60e-06  41.2k tok/s  0.58 s/step  2 min left`."""
         progress = f"{line['step']:>{len(str(self.steps))}}/{self.steps}"
-        text = f"step {progress}  loss {format_number(line['loss'])}  lr {line['lr']:.2e}"
+        text = f"step {progress}  loss {format_number(line['loss'])}"
+        if "z_loss" in line:
+            text += f"  z-loss {format_number(line['z_loss'])}"
+        text += f"  lr {line['lr']:.2e}"
         if remaining_s is not None:
             rate = format_token_rate(line["tokens_per_s"])
             text += f"  {rate}  {line['seconds']:.2f} s/step  {format_time_left(remaining_s)}"
@@ -144,7 +147,8 @@ class LiveDisplay:
         """Show the values of the line."""
         status = self.status
         status.losses.append(line["loss"])
-        status.step, status.remaining_s = line["step"], remaining_s
+        status.z_loss = line.get("z_loss")
+        status.step, status.log_step, status.remaining_s = line["step"], line["step"], remaining_s
         status.lr, status.grad_norm, status.skipped = line["lr"], line["grad_norm"], line["skipped"]
         status.tokens_per_s, status.step_s = line.get("tokens_per_s"), line.get("seconds")
         status.mfu, status.memory_nbytes = line.get("mfu"), line.get("memory_bytes")

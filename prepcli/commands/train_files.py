@@ -13,6 +13,7 @@ from prepcli.errors import PrepError
 from prepcli.execution.run_place import TOKENS_FOLDER, RunPlace
 from prepcli.formats.run_steps import RECIPE_FILE
 from trainer.data.store_journal import read_journal
+from trainer.files.reading import not_regular_error
 from trainer.files.writing import write_file
 from trainer.recipe import Recipe, load_recipe, recipe_to_toml
 from trainer.recipe.tables import keys_of, value_of
@@ -31,6 +32,8 @@ def kept_note(place: RunPlace) -> str:
 
 def changed_keys(recipe_file: Path, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the recipe keys whose values have changed since the run began, as (value then, value now)."""
+    if recipe_file.exists() and not recipe_file.is_file():
+        raise not_regular_error(recipe_file)
     earlier_recipe = load_recipe(recipe_file).recipe
     shared_keys = sorted({*keys_of(earlier_recipe)} & {*keys_of(recipe)})
     pairs = {key: (value_of(earlier_recipe, key), value_of(recipe, key)) for key in shared_keys}

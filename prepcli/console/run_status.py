@@ -34,7 +34,9 @@ class RunStatus:
         phase: What the run does, such as `training` or `saving`.
         elapsed_s: Seconds since the start of this process.
         remaining_s: Estimated seconds to the last step.
+        log_step: Step of the last log line, to which the values from `losses` to `memory_nbytes` belong.
         losses: Losses of the last log lines; None if one is not finite.
+        z_loss: Z-loss; None without this term.
         lr: Learning rate.
         grad_norm: Norm of the gradients.
         tokens_per_s: Tokens of all devices per second.
@@ -54,7 +56,9 @@ class RunStatus:
     phase: str = "loading"
     elapsed_s: float = 0.0
     remaining_s: float | None = None
+    log_step: int | None = None
     losses: deque[float | None] = field(default_factory=lambda: deque(maxlen=SPARK_CELLS))
+    z_loss: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
     tokens_per_s: float | None = None
@@ -117,13 +121,27 @@ def _header(status: RunStatus, width: int) -> Iterator[Line]:
 def _loss_items(status: RunStatus) -> list[Segment]:
     if not status.losses:
         return []
-    items = [(format_number(status.losses[-1]), "bold"), (sparkline(status.losses), "cyan")]
-    return [*items, (f"{status.skipped} skipped", "yellow")] if status.skipped else items
+    items = [(format_number(status.losses[-1]), "bold")]
+    if status.z_loss is not None:
+        items.append((f"z-loss {format_number(status.z_loss)}", ""))
+    items.append((sparkline(status.losses), "cyan"))
+    if status.skipped:
+        items.append((f"{status.skipped} skipped", "yellow"))
+    return [*items, *_log_step_items(status)]
 
 
 def _optimizer_items(status: RunStatus) -> list[Segment]:
-    items = [] if status.lr is None else [(f"{status.lr:.2e}", "")]
-    return items if status.grad_norm is None else [*items, (f"grad norm {status.grad_norm:.3g}", "")]
+    if status.lr is None:
+        return []
+    items = [(f"{status.lr:.2e}", "")]
+    if status.grad_norm is not None:
+        items.append((f"grad norm {status.grad_norm:.3g}", ""))
+    return [*items, *_log_step_items(status)]
+
+
+def _log_step_items(status: RunStatus) -> list[Segment]:
+    """Return the step of the logged values if it is not the step shown at the top."""
+    return [] if status.log_step in (None, status.step) else [(f"at step {status.log_step:,}", "dim")]
 
 
 def _speed_items(status: RunStatus) -> list[Segment]:

@@ -117,7 +117,7 @@ def stored_rows(
         return rows
     folder = target / identity
     try:
-        with lock_cache(target.parent, note):
+        with lock_cache(target, note):
             # Another process may have made them while this one waited.
             rows = _read_valid_rows(folder, tokens)
             if rows is None:

@@ -20,6 +20,8 @@ import xxhash
 from trainer.data.read_position import ReadPosition
 from trainer.data.store import DIGEST_READ_NBYTES, StoreMeta, file_sizes
 from trainer.files.json_values import load_json
+from trainer.files.reading import read_regular_file
+from trainer.models.errors import PrepError
 
 JOURNAL_FILE = "journal.jsonl"
 INTERVAL_S = 1.0  # between two lines; a kill loses this time and that of syncing
@@ -49,8 +51,8 @@ class RestoredFiles:
 def read_journal(folder: Path) -> list[SavedState]:
     """Return the states in the journal of a store, oldest first; a line that was cut off ends them."""
     try:
-        lines = (folder / JOURNAL_FILE).read_bytes().split(b"\n")
-    except OSError:
+        lines = read_regular_file(folder / JOURNAL_FILE).split(b"\n")
+    except (OSError, PrepError):
         return []
     return list(_parse_lines(lines[:-1]))
 

@@ -9,6 +9,7 @@ Axes: B rows of the batch, T tokens, C tokens of a chunk, D model width, V vocab
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -42,6 +43,31 @@ class LossSums(NamedTuple):
     correct: Array
 
 
+class TrainingSums(NamedTuple):
+    """Sums over tokens, float32 [] each, with the z-loss apart from the loss, so that it compares with evaluations.
+
+    Attributes:
+        loss: Weighted loss of tokens without the z-loss.
+        weight: Token weights.
+        correct: Token weights where the most likely token is the target.
+        z_loss: Weighted z-loss of tokens; None without this term.
+    """
+
+    loss: Array
+    weight: Array
+    correct: Array
+    z_loss: Array | None
+
+    @property
+    def total(self) -> Array:
+        """The loss to differentiate."""
+        return self.loss if self.z_loss is None else self.loss + self.z_loss
+
+    def by_name(self) -> dict[str, Array]:
+        """Return the sums that exist, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
 class LossTerms(NamedTuple):
     """Terms of a token's loss besides the cross entropy.
 
@@ -56,6 +82,16 @@ class LossTerms(NamedTuple):
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     token_loss: TokenFunction | None = None
+
+    @property
+    def has_z_loss(self) -> bool:
+        """Whether the loss has the z-loss; a function of tokens replaces it."""
+        return self.z_loss > 0 and self.token_loss is None
+
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        """Names of the sums of a batch."""
+        return ("loss", "weight", "correct", "z_loss") if self.has_z_loss else ("loss", "weight", "correct")
 
 
 NO_LOSS_TERMS = LossTerms()
@@ -122,11 +158,23 @@ def loss_sums(
         bias: Bias of the head [V].
 
     Returns:
-        float32 sums over all tokens. Their gradients have the dtypes of `hidden`, `weight` and `bias`.
+        float32 sums over all tokens; the loss has all terms. Its gradients have the dtypes of `hidden`, `weight` and
+        `bias`.
+    """
+    sums = training_sums(hidden, weight, targets, token_weights, head, bias)
+    return LossSums(loss=sums.total, weight=sums.weight, correct=sums.correct)
+
+
+def training_sums(
+    hidden: Array, weight: Array, targets: Array, token_weights: Array, head: LMHead, bias: Array | None = None
+) -> TrainingSums:
+    """Compute the summed loss and z-loss in chunks of tokens.
+
+    The arguments are those of `loss_sums`. Only `total` has gradients: `loss` and `z_loss` have none of their own.
     """
     head, (hidden, targets, token_weights) = _pad_to_chunks(hidden, targets, token_weights, head)
-    loss, correct = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
-    return LossSums(loss=loss, weight=token_weights.sum(), correct=correct)
+    loss, correct, z_loss = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
+    return TrainingSums(loss=loss, weight=token_weights.sum(), correct=correct, z_loss=z_loss)
 
 
 def row_loss_sums(
@@ -138,7 +186,7 @@ def row_loss_sums(
     """
     head, arrays = _pad_to_chunks(hidden, targets, token_weights, head)
 
-    def sum_chunk(chunk: _Chunk) -> _Sums:
+    def sum_chunk(chunk: _Chunk) -> tuple[Array, Array]:
         logits, token_weight = project_logits(chunk[0], weight, head, bias), chunk[2]
         losses = _cross_entropy(logits, jax.nn.logsumexp(logits, axis=-1), chunk[1], head)
         is_correct = _argmax(logits) == chunk[1]
@@ -201,7 +249,7 @@ def _pad_to_chunks(hidden: Array, targets: Array, token_weights: Array, head: LM
     return head._replace(chunk_size=chunk_size), (pad(hidden), pad(targets), pad(token_weights))
 
 
-_Sums = tuple[Array, Array]  # loss and correct
+_Sums = tuple[Array, Array, Array | None]  # loss, correct and z-loss
 _HeadGradients = tuple[Array, Array | None]  # of weight and bias, float32
 _Chunk = tuple[Array, Array, Array]  # hidden states [B, C, D], targets [B, C], token weights [B, C]
 
@@ -209,13 +257,13 @@ _Chunk = tuple[Array, Array, Array]  # hidden states [B, C, D], targets [B, C], 
 def _chunked_loss_primal(
     head: LMHead, hidden: Array, weight: Array, bias: Array | None, targets: Array, token_weights: Array
 ) -> _Sums:
-    """Compute the loss sum and the sum of correct tokens."""
+    """Compute the sums of losses and of correct tokens."""
 
     def add_chunk(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, None]:
         chunk_sums, _ = _chunk_sums(project_logits(chunk[0], weight, head, bias), chunk, head)
-        return (sums[0] + chunk_sums[0], sums[1] + chunk_sums[1]), None
+        return _add_sums(sums, chunk_sums), None
 
-    return lax.scan(add_chunk, _zero_sums(), _chunk_inputs(hidden, targets, token_weights, head))[0]
+    return lax.scan(add_chunk, _zero_sums(head), _chunk_inputs(hidden, targets, token_weights, head))[0]
 
 
 def _chunked_loss_fwd(
@@ -228,7 +276,7 @@ def _chunked_loss_fwd(
     """
 
     def add_chunk(carry: tuple[_Sums, _HeadGradients], chunk: _Chunk) -> tuple[tuple[_Sums, _HeadGradients], Array]:
-        (loss, correct), (dweight, dbias) = carry
+        totals, (dweight, dbias) = carry
         x = chunk[0]
         linear_logits = _linear_logits(x, weight, head, bias)
         logits = _softcap_and_mask(linear_logits, head)
@@ -241,18 +289,21 @@ def _chunked_loss_fwd(
         dlogits = dlogits.astype(x.dtype)
         dhidden = jnp.einsum("btv,vd->btd", dlogits, weight, preferred_element_type=jnp.float32)
         dweight = dweight + jnp.einsum("btd,btv->dv", x, dlogits, preferred_element_type=jnp.float32)
-        return ((loss + sums[0], correct + sums[1]), (dweight, dbias)), dhidden.astype(x.dtype)
+        return (_add_sums(totals, sums), (dweight, dbias)), dhidden.astype(x.dtype)
 
     zeros = jax.tree.map(lambda parameter: jnp.zeros(parameter.shape, jnp.float32), (weight.T, bias))
     chunks = _chunk_inputs(hidden, targets, token_weights, head)
-    (sums, (dweight, dbias)), dhidden = lax.scan(add_chunk, (_zero_sums(), zeros), chunks)
+    (sums, (dweight, dbias)), dhidden = lax.scan(add_chunk, (_zero_sums(head), zeros), chunks)
     return sums, (dhidden, (dweight.T, dbias), (weight, bias))
 
 
 def _chunked_loss_bwd(
     head: LMHead, residuals: tuple[Array, _HeadGradients, _HeadGradients], cotangents: _Sums
 ) -> tuple[Array, Array, Array | None, None, None]:
-    """Scale the gradients, which are exact for a cotangent of 1, and round them to the dtypes of the inputs."""
+    """Scale the gradients of the total, which are exact for a cotangent of 1, and round them to the inputs' dtypes.
+
+    The cotangents of loss and z-loss are equal, because only their sum is differentiated.
+    """
     dhidden, gradients, parameters = residuals
 
     def scale(gradient: Array, like: Array) -> Array:
@@ -267,9 +318,13 @@ _chunked_loss = jax.custom_vjp(_chunked_loss_primal, nondiff_argnums=(0,))
 _chunked_loss.defvjp(_chunked_loss_fwd, _chunked_loss_bwd)
 
 
-def _zero_sums() -> _Sums:
+def _zero_sums(head: LMHead) -> _Sums:
     zero = jnp.zeros((), jnp.float32)
-    return zero, zero
+    return zero, zero, zero if head.loss_terms.has_z_loss else None
+
+
+def _add_sums(sums: _Sums, others: _Sums) -> _Sums:
+    return jax.tree.map(operator.add, sums, others)
 
 
 def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Array]:
@@ -279,18 +334,24 @@ def _chunk_sums(logits: Array, chunk: _Chunk, head: LMHead) -> tuple[_Sums, Arra
         losses = _cross_entropy(logits, log_z, chunk[1], head)
     else:
         losses = token_loss(logits[..., : head.true_vocab_size], chunk[1])
-    return (_weighted_sum(losses, chunk, "`loss_fn`"), _correct_sum(logits, chunk)), log_z
+    sums = _weighted_sum(losses, chunk, "`loss_fn`"), _correct_sum(logits, chunk), _z_loss_sum(log_z, chunk, head)
+    return sums, log_z
+
+
+def _z_loss_sum(log_z: Array, chunk: _Chunk, head: LMHead) -> Array | None:
+    """Compute the weighted z-loss of a chunk; None without this term."""
+    if not head.loss_terms.has_z_loss:
+        return None
+    return _weighted_sum(head.loss_terms.z_loss * jnp.square(log_z), chunk, "z-loss")
 
 
 def _cross_entropy(logits: Array, log_z: Array, target: Array, head: LMHead) -> Array:
-    """Compute the cross entropy of each token with the other terms of its loss, [B, C]."""
+    """Compute the cross entropy of each token with label smoothing, [B, C]."""
     # a masked sum instead of a gather, because the mesh may split the vocabulary
     token_loss = log_z - jnp.where(_is_target(logits, target), logits, 0.0).sum(-1)
     if (smoothing := head.loss_terms.label_smoothing) > 0:
         uniform_loss = log_z - jnp.where(_is_true_token(logits, head), logits, 0.0).sum(-1) / head.true_vocab_size
         token_loss = (1 - smoothing) * token_loss + smoothing * uniform_loss
-    if head.loss_terms.z_loss > 0:
-        token_loss = token_loss + head.loss_terms.z_loss * jnp.square(log_z)
     return token_loss
 
 
@@ -332,7 +393,7 @@ def _logit_gradients(logits: Array, linear_logits: Array, log_z: Array, chunk: _
     """Compute the gradient of a chunk's loss by its logits before the softcap, float32 [B, C, V]."""
     _, target, token_weight = chunk
     probabilities, terms = jnp.exp(logits - log_z[..., None]), head.loss_terms
-    if terms.z_loss > 0:
+    if terms.has_z_loss:
         probabilities = probabilities * (1.0 + 2.0 * terms.z_loss * log_z[..., None])
     dlogits = probabilities - (1 - terms.label_smoothing) * _is_target(logits, target)
     if terms.label_smoothing > 0:

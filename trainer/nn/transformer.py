@@ -37,7 +37,7 @@ from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_stack import layer_weights
-from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms
+from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms, TrainingSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin
 from trainer.nn.stack_run import run_layer, run_stack, with_score_bias
@@ -289,12 +289,26 @@ def loss_sums(
         dropout: Random masks of the step; None for no dropout and no forgetful causal masking.
 
     Returns:
-        float32 sums over the tokens of the batch.
+        float32 sums over the tokens of the batch; the loss has all terms.
     """
+    sums = training_sums(params, batch, model, forward_config, loss_terms, dropout=dropout)
+    return LossSums(loss=sums.total, weight=sums.weight, correct=sums.correct)
+
+
+def training_sums(
+    params: Tree,
+    batch: Mapping[str, Array],
+    model: ModelSpec,
+    forward_config: ForwardConfig,
+    loss_terms: LossTerms,
+    *,
+    dropout: Dropout | None = None,
+) -> TrainingSums:
+    """Compute the summed loss and z-loss of a batch; the arguments are those of `loss_sums`."""
     x = _hidden_states_of_batch(params, batch, model, forward_config, dropout)
     head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)
-    return lm_head.loss_sums(x, weight, batch["targets"], batch["weights"], head, bias)
+    return lm_head.training_sums(x, weight, batch["targets"], batch["weights"], head, bias)
 
 
 def evaluation_sums(

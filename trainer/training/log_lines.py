@@ -15,13 +15,15 @@ def step_line(step: int, values: Mapping[str, float], *, tokens: int) -> dict[st
 
     Args:
         step: The step.
-        values: Its metrics: sums of the loss and of correct tokens, their weight, and numbers of the optimizer.
+        values: Its metrics: sums of losses and of correct tokens, their weight, and numbers of the optimizer.
         tokens: Tokens of all steps so far.
     """
     weight = max(values["weight"], 1e-9)
+    z_loss = {"z_loss": finite_or_none(values["z_loss"] / weight)} if "z_loss" in values else {}
     return {
         "step": step,
         "loss": finite_or_none(values["loss"] / weight),
+        **z_loss,
         "accuracy": finite_or_none(values["correct"] / weight),
         "grad_norm": finite_or_none(values["grad_norm"]),
         "lr": values["lr"],

@@ -32,7 +32,6 @@ from trainer.training.optimizers.optimizer import Optimizer
 from trainer.training.optimizers.rounding import RoundingKey, widen
 
 TrainState = dict[str, Any]  # params, opt_state, and int32 []: step, skipped, skipped_in_row
-LOSS_SUM_NAMES = ("loss", "weight", "correct")
 ROW_IDS = "row_ids"  # entry of a batch with dropout: the index of each row in the step's batch, uint32 [batch]
 
 
@@ -174,12 +173,13 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
 
     Args:
         state: The state before the step.
-        batch: Input of `loss_sums`; arrays are [batch, T].
+        batch: Input of `transformer.loss_sums`; arrays are [batch, T].
         setup: The static parts of the step.
 
     Returns:
         The new state, and the metrics of the step as arrays []: `loss`, `weight` and `correct` (sums over tokens),
-        `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps, in total and in a row.
+        `z_loss` if the loss has this term, `grad_norm`, `lr`, and the counters `skipped` and `in_row` of skipped steps,
+        in total and in a row.
     """
     params = state["params"]
     trained = setup.trained(params)
@@ -190,6 +190,8 @@ def train_step(state: TrainState, batch: TokenBatch, setup: StepSetup) -> tuple[
     weight = jnp.maximum(sums["weight"], 1e-9)
     grad_norm = (optax.tree.norm(gradients) if norm is None else norm) / weight
     is_valid = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"]) & (sums["weight"] > 0)
+    if "z_loss" in sums:
+        is_valid &= jnp.isfinite(sums["z_loss"])
     clip_norm = setup.optimizer.clip_norm
     scale = (jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-9)) if clip_norm else 1.0) / weight
     # select with `where`: 0 * nan is nan
@@ -254,8 +256,10 @@ def _value_and_grad(step: Array, setup: StepSetup, factor: Array | None) -> Call
 
     def summed_loss(trained: Tree, params: Tree, rows: TokenBatch) -> tuple[Array, dict[str, Array]]:
         params, dropout = setup.with_trained(params, trained), _dropout(rows, step, setup)
-        sums = transformer.loss_sums(params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout)
-        return sums.loss if factor is None else sums.loss * factor, sums._asdict()
+        sums = transformer.training_sums(
+            params, rows, setup.model, setup.forward_config, setup.loss_terms, dropout=dropout
+        )
+        return sums.total if factor is None else sums.total * factor, sums.by_name()
 
     value_and_grad = jax.value_and_grad(summed_loss, has_aux=True)
     return lambda params, rows: value_and_grad(widen(setup.trained(params)), params, rows)
@@ -277,7 +281,7 @@ def _accumulate_gradients(
         return (_shard_like_params(total_gradients, setup), total_sums), None
 
     zero_gradients = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), setup.trained(params))
-    zero_sums = {name: jnp.float32(0) for name in LOSS_SUM_NAMES}
+    zero_sums = {name: jnp.float32(0) for name in setup.loss_terms.sum_names}
     zeros = (_shard_like_params(zero_gradients, setup), zero_sums)
     return lax.scan(add_micro_batch, zeros, _split_micro_batches(batch, setup))[0]
 

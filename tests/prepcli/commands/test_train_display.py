@@ -73,6 +73,30 @@ def test_live_display_shows_the_events_of_a_run():
     ]
 
 
+def test_live_display_names_the_step_of_older_values():
+    display, block, now = make_display()
+    display.on_log(LOG_LINE, 40.0)
+    now[0] += 1
+    display.on_step(23)
+    assert block.drawings[-1].splitlines()[1:4] == [
+        "━" * 9 + "─" * 31 + "  23/100  23%",
+        "loss    2.5000  at step 20",
+        "lr      1.00e-04  grad norm 0.25  at step 20",
+    ]
+    display.on_log({**LOG_LINE, "step": 40}, 40.0)
+    assert "at step" not in block.drawings[-1]
+
+
+def test_displays_show_the_z_loss_beside_the_loss(capsys: pytest.CaptureFixture[str]):
+    display, block, _ = make_display()
+    line = {**LOG_LINE, "z_loss": 0.0125}
+    display.on_log(line, 40.0)
+    assert "loss    2.5000  z-loss 0.0125" in block.drawings[-1].splitlines()
+    LineDisplay(Ui(command="train"), 100).on_log(line, None)
+    assert "step  20/100  loss 2.5000  z-loss 0.0125  lr 1.00e-04" in capsys.readouterr().err
+    display.on_log({**line, "z_loss": None}, 40.0)
+
+
 @pytest.mark.parametrize(
     ("step", "has_failed", "phase"),
     [(100, False, "finished"), (60, False, "stopped"), (100, True, "failed"), (60, True, "failed")],

@@ -134,6 +134,7 @@ def test_scratch_dir_gets_the_rows_of_a_cached_store(config: TokenizeConfig, tmp
     assert contents(rows) == contents(make_rows(tokens, "documents"))
     assert sorted(config.cache.rglob("*")) == before
     assert [*tmp_path.glob("scratch/*/rows.json")]
+    assert not (tmp_path / "lock").exists()
 
 
 def test_abandoned_rows_are_removed(config: TokenizeConfig):

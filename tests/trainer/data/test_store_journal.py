@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -102,3 +103,15 @@ def test_restored_journal_has_only_right_states(tmp_path: Path, monkeypatch: pyt
     assert read_journal(partial) == states
     StoreJournal(partial, [], states[-1]).close()
     assert read_journal(partial) == states[-1:]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
+def test_journal_that_is_not_one_is_ignored(tmp_path: Path, kind: str):
+    path = tmp_path / "journal.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b'{"meta":' * 100_000 + b"\n")
+    assert read_journal(tmp_path) == []

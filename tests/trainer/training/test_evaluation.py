@@ -80,7 +80,7 @@ def test_evaluate_takes_the_first_rows():
 
 
 def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
-    def first_loss_and_evaluation(name: str, **changes: Any) -> tuple[float, float]:
+    def first_line_and_evaluation(name: str, **changes: Any) -> tuple[Mapping[str, Any], float]:
         setup = replace(runs.make_setup(), **changes)
         callbacks = runs.RecordingCallbacks()
         Loop(
@@ -91,12 +91,15 @@ def test_loss_terms_and_dropout_do_not_change_evaluation(tmp_path: Path):
             callbacks=callbacks,
             poll_stop_reason=runs.never_stop,
         ).run()
-        return callbacks.lines[0]["loss"], callbacks.evaluations[0]["eval_loss"]
+        return callbacks.lines[0], callbacks.evaluations[0]["eval_loss"]
 
-    loss, evaluation = first_loss_and_evaluation("plain")
-    changes = {"loss_terms": LossTerms(z_loss=0.5), "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2))}
-    penalized_loss, penalized_evaluation = first_loss_and_evaluation("penalized", **changes)
-    assert penalized_loss > loss + 0.1
+    plain, evaluation = first_line_and_evaluation("plain")
+    changes = {"loss_terms": LossTerms(0.5, 0.9), "dropout": DropoutConfig(0.1, 0.1, 0.1, (0.1, 0.2))}
+    penalized, penalized_evaluation = first_line_and_evaluation("penalized", **changes)
+    assert "z_loss" not in plain
+    assert list(penalized)[:3] == ["step", "loss", "z_loss"]
+    assert penalized["z_loss"] > 0.1
+    assert penalized["loss"] != plain["loss"]
     assert penalized_evaluation == evaluation
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 from tests.helpers import runs
 from tests.helpers.slow_cases import slow_except
 from trainer.nn.kernels.options import AttentionOptions
+from trainer.nn.lm_head import LossTerms
 from trainer.training import feed
 from trainer.training.step import StepSetup, TrainState, find_param_path, state_shapes, train_step
 
@@ -100,6 +102,23 @@ def test_micro_batches_count_by_their_token_weights(accumulate: int):
     weights[0] = 1
     weights[1, :3] = 1  # in another micro-batch than row 0; of 8 micro-batches most have no token
     np.testing.assert_allclose(updated_weight(accumulate, weights), updated_weight(1, weights), atol=1e-7)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_z_loss_is_apart_from_the_loss(accumulate: int):
+    """The loss compares with that of an evaluation, and the z-loss changes the gradient."""
+    setup = runs.make_setup(accumulate=accumulate)
+    job = runs.make_job(setup)
+    batch = feed.load_batch(job.train, job.order.rows(0), setup.sharding)
+
+    def first_step(terms: LossTerms) -> dict[str, jax.Array]:
+        return jax.jit(partial(train_step, setup=replace(setup, loss_terms=terms)))(runs.make_state(setup), batch)[1]
+
+    plain, penalized = first_step(LossTerms()), first_step(LossTerms(z_loss=0.5))
+    assert penalized.keys() - plain.keys() == {"z_loss"}
+    assert float(penalized["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-6)
+    assert float(penalized["z_loss"]) > 0.1 * float(plain["weight"])
+    assert float(penalized["grad_norm"]) != pytest.approx(float(plain["grad_norm"]), rel=1e-2)
 
 
 CompiledStep = Callable[[TrainState, feed.TokenBatch], tuple[TrainState, dict[str, jax.Array]]]
