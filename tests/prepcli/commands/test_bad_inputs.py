@@ -357,3 +357,18 @@ def test_deep_json_is_one_error(capsys, name: str):
     path.write_bytes(deep)
     err = run_failing(capsys, 1, "inspect", str(path.parent))
     assert "nested" in err
+
+
+@pytest.mark.parametrize("name", ["o" * 235, "é" * 117, "o" * 250, "o" * 300, "/".join(["o" * 200] * 30)])
+@pytest.mark.parametrize("command", ["pad-vocab", "save-init"])
+def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name: str):
+    """`.partial` makes it longer than a file system allows."""
+    make_checkpoint(Path("m"), LLAMA)
+    if len(os.fsencode(name)) <= 235:
+        run_ok(command, "m", "--out", name)
+        return
+    code, lines = run_failing_unchanged(capsys, command, "m", "--out", name)
+    assert code in (1, 2)
+    assert "is too long" in lines[0] or "File name too long" in lines[1]
+    assert "235 bytes" in lines[-1] or "at most 255 bytes" in lines[-1]
+    assert max(map(len, lines)) < 200
