@@ -23,7 +23,7 @@ from prepcli.commands.inspect_report import (
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.console.tables import wrap_line
 from prepcli.console.ui import LEAVES, Cell, Report, Ui, format_table
-from prepcli.engine.blobs import Blob, open_blobs
+from prepcli.engine.blobs import open_blobs
 from prepcli.errors import PrepError, usage_error
 from prepcli.inspection.contents import CheckpointContents, TensorEntry, count_parameters, nbytes_below, read_contents
 from prepcli.inspection.logical_leaves import find_leaf, logical_leaves
@@ -192,8 +192,7 @@ def _render_view(
     request: InspectRequest, contents: CheckpointContents, entries: list[TensorEntry], ui: Ui
 ) -> tuple[str, dict[str, Any]]:
     """Render the table, tree or statistics; return the text and the fields of the report."""
-    file_names = [_file_name(contents, file) for file in contents.byte_sources]
-    tensor_fields = [_entry_fields(contents, entry, file_names) for entry in entries] if ui.as_json else []
+    tensor_fields = [_entry_fields(contents, entry) for entry in entries] if ui.as_json else []
     max_rows = len(entries) if ui.level >= LEAVES else MAX_ROWS
     if request.tree:
         nodes = build_tree(entries)
@@ -208,7 +207,7 @@ def _render_view(
             fields["stats"] = _stats_fields(entry_stats)
         text = _stats_table(entries[:max_rows], statistics, ui.columns)
     else:
-        text = _entry_table(contents, entries[:max_rows], file_names, ui.columns)
+        text = _entry_table(contents, entries[:max_rows], ui.columns)
     return _append_omitted_line(text, num_omitted), {"tensors": tensor_fields}
 
 
@@ -219,33 +218,34 @@ def _append_omitted_line(text: str, num_omitted: int) -> str:
     return f"{text}\nand {num_omitted:,} more rows; `-v` shows all, PATTERN selects some"
 
 
-def _file_name(contents: CheckpointContents, file: Path | Blob) -> str:
-    """Return the name of a file or blob relative to the checkpoint's folder."""
+def _first_chunk_place(contents: CheckpointContents, entry: TensorEntry) -> tuple[str, int] | None:
+    """Return file name and offset of an entry's first chunk; None if the chunk is inline in an index, or not stored."""
+    stored = entry.first_chunk
+    if stored is None:
+        return None
+    # An encoded chunk is in a data file of the item, while `byte_sources` have the decoded arrays.
+    files = contents.byte_sources if entry.encoded_first_chunk is None else contents.files
+    file = files[stored.file]
     if isinstance(file, Path) and contents.folder.is_dir():
-        return str(file.relative_to(contents.folder))
-    return file.name
+        return str(file.relative_to(contents.folder)), stored.offset
+    return file.name, stored.offset
 
 
-def _entry_fields(contents: CheckpointContents, entry: TensorEntry, file_names: Sequence[str]) -> dict[str, Any]:
+def _entry_fields(contents: CheckpointContents, entry: TensorEntry) -> dict[str, Any]:
     """Return an entry's JSON fields; file and offset are of its first chunk."""
-    first_chunk = entry.first_chunk
+    file_name, offset = _first_chunk_place(contents, entry) or (None, None)
     fields: dict[str, Any] = {"name": entry.name, "shape": entry.shape, "dtype": entry.dtype, "bytes": entry.nbytes}
-    fields |= {
-        "file": file_names[first_chunk.file] if first_chunk else None,
-        "offset": first_chunk.offset if first_chunk else None,
-    }
+    fields |= {"file": file_name, "offset": offset}
     return fields | ({"chunk": entry.chunk_shape, "chunks": len(entry.chunks)} if contents.kind == "orbax" else {})
 
 
-def _entry_table(
-    contents: CheckpointContents, entries: Sequence[TensorEntry], file_names: Sequence[str], columns: int | None
-) -> str:
+def _entry_table(contents: CheckpointContents, entries: Sequence[TensorEntry], columns: int | None) -> str:
     location_columns = ("chunk", "chunks") if contents.kind == "orbax" else ("file", "offset")
     rows: list[list[Cell]] = []
     for entry in entries:
-        first_chunk = entry.first_chunk
-        location: list[Cell] = [file_names[first_chunk.file], first_chunk.offset] if first_chunk else ["", ""]
-        location = [str(list(entry.chunk_shape)), len(entry.chunks)] if contents.kind == "orbax" else location
+        location: list[Cell] = [str(list(entry.chunk_shape)), len(entry.chunks)]
+        if contents.kind != "orbax":
+            location = [*(_first_chunk_place(contents, entry) or ("", ""))]
         rows.append([entry.name, str(list(entry.shape)), entry.dtype, format_bytes(entry.nbytes), *location])
     header = ("name", "shape", "dtype", "size", *location_columns)
     return format_table(rows, header, {"size"}, columns, optional=OPTIONAL_COLUMNS)

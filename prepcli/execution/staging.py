@@ -30,6 +30,7 @@ from prepcli.execution.paths import fsync_path, is_same_file, remove_path
 from prepcli.execution.run_notes import read_note, write_note
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
+from trainer.files.writing import MAX_NAME_NBYTES
 
 WORK_FOLDER = ".prep"
 RUN_FILE = "run.json"  # identity of the run
@@ -38,6 +39,7 @@ JOURNAL_STEM = "journal"  # `journal.I` belongs to process I
 LOCK_FILE = "lock"  # `lock.I` belongs to process I of several
 JOIN_LOCK_FILE = "door"
 MOVING_LOCK_FILE = "moving"  # shared lock of the processes that still move their shares
+MAX_OUT_NAME_NBYTES = MAX_NAME_NBYTES - len(".unused-9999.partial")  # the longest suffix of a staging folder
 MAX_JOIN_TRIES = 100  # other processes may publish or remove the folder meanwhile
 PARTIAL_SUFFIX = ".partial"
 REPLACED_NAME = "replaced"  # the replaced output, until the new one has its name
@@ -47,11 +49,15 @@ class Staging:
     """The staging folder of an output. `publish` gives it its final name, once all its files are durable."""
 
     def __init__(self, out: Path) -> None:
-        """Set the paths, without creating them; raise UsageError if the output has no name of its own."""
+        """Set the paths, without creating them; raise UsageError if the output's name is missing or too long."""
         if out.name in ("", ".."):
             raise usage_error(
                 f"`--out {out}` is invalid", "an output is a folder with a name of its own", "`--out NAME`"
             )
+        name_nbytes = len(os.fsencode(out.name))
+        if name_nbytes > MAX_OUT_NAME_NBYTES:
+            why = f"its name has {name_nbytes} bytes, and its partial folder needs a longer one"
+            raise usage_error(f"`--out {out}` is too long", why, f"a name of at most {MAX_OUT_NAME_NBYTES} bytes")
         self.out = out
         self.folder = out.with_name(out.name + PARTIAL_SUFFIX)
         self.work = self.folder / WORK_FOLDER

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
 METADATA_FILE = "_METADATA"
-MODEL_FILES = ("config.json", "prep-manifest.json")  # at the top of checkpoints of Hugging Face and prep
+CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}  # of an item, a conversion and a run
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
@@ -109,7 +111,8 @@ def find_item(path: Path) -> Path | None:
 def _find_item_of_step(step: Path) -> Path | None:
     """Return the item of a step folder.
 
-    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco).
+    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). An item
+    beside checkpoints of other formats is not taken: the folder is one of several models.
     """
     candidates = [step, step / "default", step / "state", step / "items"]
     if default_item := next((item for item in candidates if (item / METADATA_FILE).is_file()), None):
@@ -117,15 +120,25 @@ def _find_item_of_step(step: Path) -> Path | None:
     items = [
         child for child in _list_subfolders(step) if (child / METADATA_FILE).is_file() and not child.name.isdigit()
     ]
-    if len(items) == 1 and not _holds_other_checkpoints(step, items[0]):
-        return items[0]
+    if len(items) == 1:
+        return items[0] if len(list_checkpoint_folders(step)) <= 1 else None
     return next((item for item in items if item.name == "params"), None)
 
 
-def _holds_other_checkpoints(folder: Path, item: Path) -> bool:
-    """Return whether a folder has checkpoints besides an Orbax item: it is then the parent of all, and no step."""
-    others = (child for child in _list_subfolders(folder) if child != item)
-    return any((child / name).is_file() for child in others for name in MODEL_FILES)
+def list_checkpoint_folders(path: Path) -> list[Path]:
+    """Return the subfolders of a folder that hold weights of any format or were written by prep, without steps."""
+    children = [child for child in _list_subfolders(path) if not child.name.isdigit()]
+    return [child for child in children if not child.name.startswith(".") and _is_checkpoint(child)]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    if folder.name.endswith(".partial"):
+        return False
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a folder of someone else
+        return False
+    return any(name in CHECKPOINT_FILES or Path(name).suffix in WEIGHT_SUFFIXES for name in names)
 
 
 def _list_subfolders(path: Path) -> list[Path]:

@@ -16,6 +16,9 @@ from prepcli.remote.hub_client import (
 from prepcli.remote.hub_ranges import HTTP_LIBRARIES
 from prepcli.remote.retries import TIMEOUT_VARIABLE
 
+WRONG_SIZE = "Consistency check failed"  # in an error of huggingface_hub 1.x without a type of its own
+TOKEN_HINT = "`hf auth login`, or set HF_TOKEN"
+
 
 @contextmanager
 def translate_errors(
@@ -51,21 +54,25 @@ def _to_prep_error(
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RevisionNotFoundError
 
     what = f"cannot read {hub_id}"
+    page = page_url(hub_id, repo_type)
     if isinstance(error, NoAnswerError):
-        return _no_answer_error(what, error, repo_type)
+        return _no_answer_error(what, error, repo_type, page=page)
     if isinstance(error, RevisionNotFoundError):
         return PrepError(
             f"{hub_id} has no revision `{revision or 'main'}`", "HTTP 404 from the hub", "see its page for revisions"
         )
     if isinstance(error, HfHubHTTPError):
         is_gated = isinstance(error, GatedRepoError)
-        return _status_error(what, error.response.status_code, repo_type, is_gated=is_gated)
+        return _status_error(what, error.response.status_code, repo_type, page=page, is_gated=is_gated)
     if isinstance(error, HFValidationError):
         return PrepError(what, str(error))
     if is_malformed_answer(error):
         return PrepError(what, MALFORMED_ANSWER, CHECK_ENDPOINT)
     if type(error).__name__ == "TooManyRedirects":
         return PrepError(what, f"the hub answers with a redirect loop{at_endpoint()}", CHECK_ENDPOINT)
+    if isinstance(error, OSError) and WRONG_SIZE in str(error):
+        why = "a file had another number of bytes than the hub announced"
+        return PrepError(what, why, "try again; a proxy between may change what it sends")
     is_missing = isinstance(error, FileNotFoundError)  # the library's errors about the cache are subclasses
     if is_missing and offline:
         variable = os.environ.get("HF_HUB_OFFLINE", "1")
@@ -76,9 +83,16 @@ def _to_prep_error(
     return None
 
 
-def _no_answer_error(what: str, error: NoAnswerError, repo_type: str) -> PrepError:
+def page_url(hub_id: str, repo_type: str = "model") -> str:
+    """Return the address of a repository's page, where access to it is requested."""
+    from huggingface_hub.constants import ENDPOINT
+
+    return f"{ENDPOINT}/datasets/{hub_id}" if repo_type == "dataset" else f"{ENDPOINT}/{hub_id}"
+
+
+def _no_answer_error(what: str, error: NoAnswerError, repo_type: str, *, page: str) -> PrepError:
     if error.status:
-        return _status_error(what, error.status, repo_type, is_gated=False)
+        return _status_error(what, error.status, repo_type, page=page, is_gated=False)
     why = f"{error}, and the {repo_type} is not in the cache"
     return PrepError(what, why, f"check the network, or wait longer: {TIMEOUT_VARIABLE}=60 sets the seconds per answer")
 
@@ -89,13 +103,14 @@ def at_endpoint() -> str:
     return f" at HF_ENDPOINT={endpoint}" if endpoint else ""
 
 
-def _status_error(what: str, status: int, repo_type: str, *, is_gated: bool) -> PrepError:
+def _status_error(what: str, status: int, repo_type: str, *, page: str, is_gated: bool) -> PrepError:
     """Return the PrepError for an HTTP status of the hub."""
-    page = "open its page, then `hf auth login`"
     if is_gated:
-        return PrepError(what, f"HTTP {status} from the hub: access must be granted to your account", page)
+        why = f"HTTP {status} from the hub: access must be granted to your account"
+        return PrepError(what, why, f"accept its licence at {page}, then {TOKEN_HINT}")
     if status in (401, 403):
-        return PrepError(what, f"HTTP {status} from the hub: it is private, or there is no such {repo_type}", page)
+        why = f"HTTP {status} from the hub: it is private, or there is no such {repo_type}"
+        return PrepError(what, why, f"check {page}, then {TOKEN_HINT}")
     if status == 404:
         why = f"HTTP 404 from the hub: there is no such {repo_type}"
         return PrepError(what, f"not a folder here, and {why}" if repo_type == "model" else why, "check the spelling")

@@ -13,12 +13,12 @@ from prepcli.console.lists import join_names
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
-from prepcli.formats.orbax import METADATA_FILE
+from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
 from prepcli.formats.safetensors import ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
-from prepcli.sources.folders import Folder, Kind
+from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
 
@@ -129,7 +129,7 @@ def detect(folder: Folder, *, allow_adapters: bool = False) -> Kind:
     top_names = sorted(name for name in names if "/" not in name)
     verdict, selected_names = apply_rules(top_names)
     if verdict is None:
-        raise no_checkpoint_error(top_names, folder.display_name)
+        raise _several_checkpoints_error(folder) or no_checkpoint_error(top_names, folder.display_name)
     if verdict is ADAPTER and allow_adapters:
         return "adapter"
     if isinstance(verdict, Refusal):
@@ -194,6 +194,16 @@ def _find_quantisation(config: Any) -> str:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             return f"{key}: {method or 'no quant_method'}"
     return ""
+
+
+def _several_checkpoints_error(folder: Folder) -> PrepError | None:
+    """Return the error for a local folder that holds several checkpoints in folders of their own; None for others."""
+    subfolders = list_checkpoint_folders(folder.path) if isinstance(folder, LocalFolder) else []
+    if len(subfolders) < 2:
+        return None
+    name = folder.display_name.rstrip("/")
+    paths = join_names([f"`{name}/{subfolder.name}`" for subfolder in subfolders], max_names=MAX_LISTED)
+    return PrepError(f"`{name}` holds {len(subfolders)} checkpoints", "a command reads one", f"name one: {paths}")
 
 
 def no_checkpoint_error(names: Sequence[str], display_name: str) -> PrepError:

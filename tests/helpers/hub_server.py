@@ -36,6 +36,7 @@ class FakeRepo:
     large: tuple[str, ...] = ()
     faults: FaultInjector = field(default_factory=FaultInjector)  # of byte ranges that the hub serves itself
     stalls: Mapping[str, str] = field(default_factory=dict)  # part of a request line -> one of loopback.STALL_KINDS
+    num_surplus: int = 0  # bytes that a faulty proxy adds to each file
     model_info: bytes | None = None  # sent instead of the repository's description
 
 
@@ -136,7 +137,8 @@ class _Handler(loopback.Handler):
             self.sent_ranges.append(SentRange(name, *span))
             return
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self._send(206 if start else 200, content[start:], headers)
+        surplus = bytes(repo.num_surplus) if self.command == "GET" else b""
+        self._send(206 if start else 200, content[start:] + surplus, headers)
         if self.command == "GET":
             self.sent_ranges.append(SentRange(name, start, len(content)))
 

@@ -19,6 +19,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.helpers import loopback
 
+SURPLUS_KINDS = ("announced", "unannounced", "unframed")  # bytes after the range, by their place in the headers
+NUM_SURPLUS = 1000
 FAULT_KINDS = ("drop", "empty", "short", "refuse", "busy", "limit", "whole", "other")
 
 
@@ -96,6 +98,9 @@ def send_range(
         if fault == "other":
             low, high = max(0, low - 1), max(1, high - 1)
         body = content[low:high]
+        if fault in SURPLUS_KINDS:
+            _send_surplus(handler, fault, body, {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"})
+            return low, high
         sent = {"drop": len(body) // 2, "empty": 0}.get(fault, len(body))
         _send(
             handler, 206, body[:sent], {**headers, "Content-Range": f"bytes {low}-{high - 1}/{len(content)}"}, len(body)
@@ -121,6 +126,22 @@ def _send(
     handler.wfile.write(body)
     if len(body) < length:
         _hang_up(handler)
+
+
+def _send_surplus(handler: BaseHTTPRequestHandler, fault: str, body: bytes, headers: Mapping[str, str]) -> None:
+    """Send more bytes than the range has, as a faulty proxy does."""
+    surplus = bytes(NUM_SURPLUS)
+    if fault == "announced":
+        _send(handler, 206, body + surplus, headers)
+        return
+    handler.send_response(206)
+    for name, value in headers.items():
+        handler.send_header(name, value)
+    if fault == "unannounced":
+        handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body + surplus)
+    _hang_up(handler)
 
 
 def _hang_up(handler: BaseHTTPRequestHandler) -> None:

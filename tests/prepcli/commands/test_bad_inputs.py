@@ -357,3 +357,46 @@ def test_deep_json_is_one_error(capsys, name: str):
     path.write_bytes(deep)
     err = run_failing(capsys, 1, "inspect", str(path.parent))
     assert "nested" in err
+
+
+@pytest.mark.parametrize("name", ["o" * 235, "é" * 117, "o" * 250, "o" * 300, "/".join(["o" * 200] * 30)])
+@pytest.mark.parametrize("command", ["pad-vocab", "save-init"])
+def test_long_name_of_an_output_is_written_or_refused(capsys, command: str, name: str):
+    """`.partial` makes it longer than a file system allows."""
+    make_checkpoint(Path("m"), LLAMA)
+    if len(os.fsencode(name)) <= 235:
+        run_ok(command, "m", "--out", name)
+        return
+    code, lines = run_failing_unchanged(capsys, command, "m", "--out", name)
+    assert code in (1, 2)
+    assert "is too long" in lines[0] or "File name too long" in lines[1]
+    assert "235 bytes" in lines[-1] or "at most 255 bytes" in lines[-1]
+    assert max(map(len, lines)) < 200
+
+
+@pytest.mark.parametrize("command", ["export", "verify", "inspect", "reshard"])
+def test_folder_of_several_checkpoints_is_an_error(capsys, command: str):
+    """Its only Orbax item was taken without a word."""
+    Path("models").mkdir()
+    make_checkpoint(Path("models/m"), LLAMA)
+    run_ok("save-init", "models/m", "--out", "models/m-init")
+    capsys.readouterr()
+    code, lines = run_failing_unchanged(capsys, command, "models")
+    assert (code, lines) == (
+        1,
+        [
+            "error: `models` holds 2 checkpoints",
+            "  why: a command reads one",
+            " hint: name one: `models/m`, `models/m-init`",
+        ],
+    )
+
+
+def test_only_item_of_a_folder_is_still_read(capsys):
+    make_checkpoint(Path("m"), LLAMA)
+    run_ok("save-init", "m", "--out", "models/m-init")
+    Path("models/hf").mkdir()
+    Path("models/hf/config.json").write_bytes(Path("m/config.json").read_bytes())
+    Path("models/unfinished.partial").mkdir()
+    Path("models/unfinished.partial/model.safetensors").touch()
+    assert run_json(capsys, "inspect", "models")["source"]["tensors"] > 0

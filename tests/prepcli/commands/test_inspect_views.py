@@ -10,7 +10,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.formats.orbax import ArrayMeta
 from tests.helpers.hf_folders import write_hf_folder
+from tests.helpers.orbax_items import random_array
+from tests.helpers.run_cli import run_json
 from tests.helpers.run_inspect import (
     SMALL_GPT_NEO,
     SMALL_LLAMA,
@@ -21,6 +24,7 @@ from tests.helpers.run_inspect import (
     make_model_and_init,
 )
 from tests.helpers.tiny_checkpoints import make_checkpoint
+from tests.helpers.zarr_items import STORAGE_FORMS, write_zarr_item
 
 
 @pytest.fixture(autouse=True)
@@ -238,3 +242,23 @@ def test_verify_lists_twenty_differences(capsys: Capture) -> None:
     assert "more; `-v` or `--json` lists all" in err
     assert main(["verify", "model", "other", "-v"]) == 1
     assert capsys.readouterr().err.count("differs  ") > 20
+
+
+FIRST = ArrayMeta(("params", "a"), (16, 8), "float32", (4, 8))
+SECOND = ArrayMeta(("params", "b"), (600,), "int32", (600,))
+TREE = {FIRST: random_array("float32", (16, 8)), SECOND: random_array("int32", (600,))}
+
+
+@pytest.mark.parametrize("number", range(len(STORAGE_FORMS)))
+def test_inspect_names_the_file_of_each_first_chunk(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An item in files without OCDBT, with the default compression of Orbax, ended as a bug in prep."""
+    write_zarr_item(tmp_path / "item", TREE, STORAGE_FORMS[number])
+    assert main(["inspect", str(tmp_path / "item")]) == 0
+    entries = run_json(capsys, "inspect", str(tmp_path / "item"))["tensors"]
+    for entry in entries:
+        if entry["file"] is not None:
+            assert entry["offset"] < (tmp_path / "item" / entry["file"]).stat().st_size
+    if not STORAGE_FORMS[number].ocdbt:
+        assert [entry["file"].startswith(entry["name"]) for entry in entries] == [True, True]

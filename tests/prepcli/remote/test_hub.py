@@ -42,6 +42,7 @@ REPOS = {
     "o/refused": FakeRepo(status=403, error_code="GatedRepo"),
     "o/private": FakeRepo(status=401),
     "o/ill": FakeRepo(status=503),
+    "o/long": FakeRepo(GOOD, num_surplus=1000),
 }
 LOOKED_FOR = "looked for *.safetensors, *.bin, *.msgpack, Orbax `_METADATA`, EasyLM stream"
 SCRIPT = """
@@ -164,18 +165,21 @@ def test_download_uses_the_requested_revision(run_locate: LocateRunner) -> None:
     ]
 
 
-def test_download_explains_http_errors(run_locate: LocateRunner) -> None:
+def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -> None:
+    page, then = hub.url, "then `hf auth login`, or set HF_TOKEN"
     expected = {
         "o/gated": ["cannot read o/gated", "HTTP 401 from the hub: access must be granted to your account",
-                    "open its page, then `hf auth login`", 1],
+                    f"accept its licence at {page}/o/gated, {then}", 1],
         "o/refused": ["cannot read o/refused", "HTTP 403 from the hub: access must be granted to your account",
-                      "open its page, then `hf auth login`", 1],
+                      f"accept its licence at {page}/o/refused, {then}", 1],
         "o/private": ["cannot read o/private", "HTTP 401 from the hub: it is private, or there is no such model",
-                      "open its page, then `hf auth login`", 1],
+                      f"check {page}/o/private, {then}", 1],
         "o/nothing": ["cannot read o/nothing", "not a folder here, and HTTP 404 from the hub: there is no such model",
                       "check the spelling", 1],
         "o/ill": ["cannot read o/ill", "HTTP 503 from the hub",
                   "try again later; a download continues where it stopped", 1],
+        "o/long": ["cannot read o/long", "a file had another number of bytes than the hub announced",
+                   "try again; a proxy between may change what it sends", 1],
         "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1],
     }  # fmt: skip
     answers = run_locate.locate_all([*expected], PREP_TIMEOUT="2")  # retries of HTTP 503 wait 1.4 s

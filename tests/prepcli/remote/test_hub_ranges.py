@@ -17,7 +17,7 @@ from prepcli.remote import remote_files
 from prepcli.remote.hub_ranges import HubRangeReader, retry_after_s
 from prepcli.remote.remote_files import RemoteFile, read_range
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
-from tests.helpers.range_server import FAULT_KINDS, FakeFileStore, FaultInjector, serve_ranges
+from tests.helpers.range_server import FAULT_KINDS, SURPLUS_KINDS, FakeFileStore, FaultInjector, serve_ranges
 from tests.helpers.slow_cases import slow_except
 
 CONTENT = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8).tobytes()
@@ -56,6 +56,14 @@ def test_read_recovers_from_each_fault(kind: str):
         for offset in range(0, 300_000, 50_000):
             assert read(ranges, offset, 50_000) == CONTENT[offset : offset + 50_000]
     assert kind in faults.injected
+
+
+@pytest.mark.parametrize("kind", SURPLUS_KINDS)
+@pytest.mark.parametrize("rate", [0.5, 1.0])
+def test_bytes_after_the_range_are_dropped(kind: str, rate: float):
+    with serve_large_file(FaultInjector(rate, (kind,), seed=3)) as (ranges, _, _):
+        for offset in range(0, 200_000, 20_000):
+            assert read(ranges, offset, 20_000) == CONTENT[offset : offset + 20_000]
 
 
 def test_read_recovers_from_mixed_faults_and_expired_urls():

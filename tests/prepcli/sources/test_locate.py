@@ -167,8 +167,8 @@ def test_missing_path_lists_folders(cwd: Path) -> None:
     for name in ("llama-13b", "llama-13b-init", ".hidden", "llama-13b-init.partial"):
         fill(cwd / name)
     fill(cwd, "file.txt")
-    assert locate_error("./llama") == (
-        "`./llama` does not exist",
+    assert locate_error("./mistral") == (
+        "`./mistral` does not exist",
         "it looks like a path because it begins with `./`",
         "folders here: llama-13b, llama-13b-init",
         USAGE,
