@@ -137,7 +137,7 @@ def test_find_item_searches_known_subfolders(tmp_path, item):
     assert find_item(tmp_path) == tmp_path / item
 
 
-@pytest.mark.parametrize("other", ["config.json", "prep-manifest.json"])
+@pytest.mark.parametrize("other", ["model.safetensors", "prep-manifest.json"])
 def test_find_item_ignores_the_parent_of_several_checkpoints(tmp_path: Path, other: str):
     for path in (tmp_path / "init" / "_METADATA", tmp_path / "tuned" / other):
         path.parent.mkdir()
