@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from prepcli.cli.main import main
 from tests.helpers.fork_server import ForkedProcess, start_python
 from tests.helpers.hub_server import COMMIT, FakeHub, FakeRepo, serve_hub
 from tests.helpers.range_server import FakeFileStore, FaultInjector, serve_ranges
@@ -189,3 +191,19 @@ def test_missing_file_error_names_the_model(files, tmp_path: Path):
         error = site.run_prep(*SAVE_INIT, "--stream")["error"]
     assert error["what"] == "1 of 3 files of o/good is missing"
     assert "prep-remote" not in json.dumps(error)
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_hub_files_of_an_output_are_checked(tmp_path: Path, options: tuple[str, ...]):
+    make_checkpoint(tmp_path / "m")
+    (tmp_path / "m/LICENSE").write_text("listed, but not downloaded")
+    assert main(["pad-vocab", str(tmp_path / "m"), "--multiple", "8", "--out", str(tmp_path / "padded"), "-q"]) == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "padded").iterdir()}
+    with serve_site(files, tmp_path) as site:
+        intact = site.run_prep("save-init", "o/good", "--out", "init", *options)
+        assert intact["ok"], intact
+    shutil.rmtree(tmp_path / "home")
+    files["generation_config.json"] = files["generation_config.json"].replace(b"{", b"{ ", 1)
+    with serve_site(files, tmp_path) as site:
+        error = site.run_prep("save-init", "o/good", "--out", "again", *options)["error"]
+    assert error["what"].endswith("generation_config.json is damaged")

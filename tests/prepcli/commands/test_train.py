@@ -232,6 +232,7 @@ def test_tokenizer_larger_than_vocabulary_is_an_error(work_dir: Path, capsys: py
 def test_missing_tokenizer_is_an_error(work_dir: Path, capsys: pytest.CaptureFixture[str]):
     for path in work_dir.rglob("tokenizer.json"):
         path.unlink()
+    assert main(["verify", "tiny-init", "--accept", "tokenizer.json", "-q"]) == OK
     code, what, why, _ = train_error(capsys)
     assert (code, what) == (FAILED, "tiny-init/hf has no tokenizer")
     assert "looked for tokenizer.json, " in why
