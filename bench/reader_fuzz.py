@@ -313,11 +313,11 @@ def fuzz_format(name: str, mutations: int, *, seed: int = 0) -> Result:
             command = [sys.executable, "-m", "bench.reader_fuzz", "--child", name, folder]
             command += [str(seed + done), str(seed + mutations)]
             child = subprocess.Popen(command, stdout=subprocess.PIPE)
-            done += _collect(child, result, name, seed + done)
+            done += collect(child, result, name, seed + done)
     return result
 
 
-def _collect(child: subprocess.Popen[bytes], result: Result, name: str, first: int) -> int:
+def collect(child: subprocess.Popen[bytes], result: Result, name: str, first: int) -> int:
     """Count the outcomes of a child; return the number of mutations that it has read."""
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)

@@ -85,7 +85,10 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override a key, for example train.steps=10.", show_default=False
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a key, for example train.steps=10. `KEY=` removes one.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prepcli.errors import PrepError, usage_error
+from trainer.files.reading import read_regular_file
 
 README = "README.md"
 DEFAULT_CONFIG, DEFAULT_SPLIT = "default", "train"
@@ -23,6 +24,10 @@ SPLIT_WORDS = {
     "validation": re.compile(r"(?<![a-z])(?:validation|valid|dev|val)(?![a-z])", re.IGNORECASE),
     "test": re.compile(r"(?<![a-z])(?:test|testing|eval|evaluation)(?![a-z])", re.IGNORECASE),
 }
+
+EMPTY_WILDCARDS = ("**/", "**", "*")  # those that may match nothing
+WILDCARD_OR_CHARACTER = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
+MAX_README_NBYTES = 16 << 20
 
 Splits = Mapping[str, Sequence[str]]  # files by split
 
@@ -35,6 +40,8 @@ def read_metadata(readme: Path | None) -> Mapping[str, Any]:
     """
     from huggingface_hub.repocard import metadata_load
 
+    if readme is not None:
+        read_regular_file(readme, MAX_README_NBYTES)  # fails if it is larger
     try:
         return (readme and metadata_load(readme)) or {}
     except Exception as error:  # of a YAML library that huggingface_hub depends on
@@ -67,7 +74,9 @@ def select_files(
     configs = _listed_configs(metadata, ordered, accepts) or _converted_configs(ordered)
     if not configs:
         configs = {DEFAULT_CONFIG: _splits_by_name([name for name in ordered if _is_visible_data(name, accepts)])}
-    default_config = next((item["config_name"] for item in _tables(metadata) if item.get("default")), DEFAULT_CONFIG)
+    default_config = next(
+        (_text(item["config_name"]) for item in _tables(metadata) if item.get("default")), DEFAULT_CONFIG
+    )
     splits = _choose(dataset, "configuration", "config", configs, config, default_config)
     return list(_choose(dataset, "split", "split", splits, split, DEFAULT_SPLIT))
 
@@ -89,7 +98,14 @@ def _choose(dataset: str, noun: str, key: str, items: Mapping[str, Any], wanted:
 def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the configurations in a README."""
     tables = metadata.get("configs")
-    return [item for item in tables if isinstance(item, dict) and item.get("config_name")] if tables else []
+    if not isinstance(tables, list):
+        return []
+    return [item for item in tables if isinstance(item, dict) and _text(item.get("config_name"))]
+
+
+def _text(value: object) -> str:
+    """Return a scalar of YAML as text; empty for others, which as text can be far larger than in their file."""
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _listed_configs(
@@ -98,13 +114,13 @@ def _listed_configs(
     """Return the files of the configurations in a README, by name and split."""
     configs: dict[str, Splits] = {}
     for item in _tables(metadata):
-        folder = str(item.get("data_dir") or "").strip("/")
+        folder = _text(item.get("data_dir") or "").strip("/")
         inside = [name for name in names if name.startswith(f"{folder}/")] if folder else names
         if item.get("data_files"):
-            configs[str(item["config_name"])] = _listed_splits(item["data_files"], inside, folder)
+            configs[_text(item["config_name"])] = _listed_splits(item["data_files"], inside, folder)
         else:
             data = [name for name in inside if _is_visible_data(name, accepts)]
-            configs[str(item["config_name"])] = _splits_by_name(data)
+            configs[_text(item["config_name"])] = _splits_by_name(data)
     return configs
 
 
@@ -115,19 +131,58 @@ def _listed_splits(data_files: Any, names: Sequence[str], folder: str) -> Splits
     for entry in entries:
         is_table = isinstance(entry, dict)
         split, patterns = (entry.get("split"), entry.get("path")) if is_table else (DEFAULT_SPLIT, entry)
-        files = splits.setdefault(str(split), [])
+        files = splits.setdefault(_text(split), [])
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            path = f"{folder}/{pattern}" if folder else str(pattern)
+            path = f"{folder}/{_text(pattern)}" if folder else _text(pattern)
             files += [name for name in names if matches(name, path) and name not in files]
     return splits
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether the path of a file, or of a folder above it, matches a glob; only `**` spans folders."""
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.strip("/"))
-    wildcards = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    regex = "".join(wildcards.get(part) or re.escape(part) for part in parts)
-    return re.fullmatch(f"{regex}(?:/.*)?", name) is not None
+    """Return whether the path of a file, or of a folder above it, matches a glob; only `**` spans folders.
+
+    The pattern comes from an untrusted file. The time is the product of both lengths; a regular expression with many
+    wildcards can take exponential time.
+    """
+    parts = WILDCARD_OR_CHARACTER.findall(pattern.strip("/"))
+    positions = _with_next({0}, parts)
+    for character in name:
+        if character == "/" and len(parts) in positions:
+            return True
+        positions = _with_next(_advance(positions, parts, character), parts)
+    return len(parts) in positions
+
+
+def _with_next(positions: set[int], parts: Sequence[str]) -> set[int]:
+    """Return positions in a pattern, and the positions after wildcards that match nothing."""
+    reached: set[int] = set()
+    for start in positions:
+        position = start
+        while position not in reached:
+            reached.add(position)
+            if 0 <= position < len(parts) and parts[position] in EMPTY_WILDCARDS:
+                position += 1
+    return reached
+
+
+def _advance(positions: set[int], parts: Sequence[str], character: str) -> set[int]:
+    """Return the positions in a pattern after one more character.
+
+    ~i is the position inside of the wildcard `**/` at i, which ends with a slash.
+    """
+    reached: set[int] = set()
+    for position in positions:
+        index = position if position >= 0 else ~position
+        part = parts[index] if index < len(parts) else ""
+        if part == "**/":
+            reached.add(~index)
+            if character == "/":
+                reached.add(index + 1)
+        elif part == "**" or (part == "*" and character != "/"):
+            reached.add(index)
+        elif part == character or (part == "?" and character != "/"):
+            reached.add(index + 1)
+    return reached
 
 
 def _converted_configs(names: Sequence[str]) -> dict[str, Splits]:

@@ -49,7 +49,8 @@ T = TypeVar("T")
 PERMANENT_STATUSES = {*range(400, 500)} - {408, 425, 429}
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
-_URL = re.compile(r"(gs|s3)://([a-z0-9][a-z0-9._-]{1,220})(?:/(.*))?", re.DOTALL)
+_URL = re.compile(r"(gs|s3)://([^/]+)(?:/(.*))?", re.DOTALL)
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")  # a store refuses others that it does not accept
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -84,6 +85,9 @@ def parse_url(text: str) -> ObjectStoreUrl:
     match = _URL.fullmatch(text.rstrip("/"))
     if match is None:
         raise usage_error(f"`{text}` is an invalid URL", "supported are gs://BUCKET/PATH and s3://BUCKET/PATH")
+    if not _BUCKET_NAME.fullmatch(match[2]):
+        why = f"{match[2]!a:.80} is no name of a bucket, which has 3 to 63 lower-case letters, digits, `-`, `_` or `.`"
+        raise usage_error(f"`{text}` is an invalid URL", why)
     path = (match[3] or "").strip("/")
     if not path.isprintable() or {"", ".", ".."} & {*path.split("/")} - ({""} if not path else set()):
         raise usage_error(f"`{text!a}` is an invalid URL", "its path has an empty part, or `.` or `..`")

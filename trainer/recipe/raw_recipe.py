@@ -174,7 +174,7 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
     Args:
         raw: The recipe.
         overrides: `KEY=VALUE` texts. VALUE is TOML. It is taken as text if it is not valid TOML, or if the key takes
-            text and VALUE is TOML of another type.
+            text and VALUE is TOML of another type. An empty VALUE removes a key that may be absent.
 
     Returns:
         The recipe with the overrides, and the diagnostics of invalid overrides.
@@ -190,9 +190,13 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
         key, value = override
         table, _, name = key.rpartition(".")
         values = tables.setdefault(table, {}) if table else tables
-        if isinstance(values, dict):  # otherwise the file's table is invalid, which validation reports
+        is_unset = value == "" and "absent" in KEY_SCHEMAS[key]
+        if isinstance(values, dict) and is_unset:
+            values.pop(name, None)
+        elif isinstance(values, dict):  # otherwise the file's table is invalid, which validation reports
             values[name] = value
         keys.add(key)
+        keys -= {key} if is_unset else set()
     return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 

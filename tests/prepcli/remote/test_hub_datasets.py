@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prepcli.errors import PrepError
 from prepcli.remote.hub_datasets import matches, read_metadata, select_files
@@ -116,6 +119,34 @@ def test_choice_without_a_default_is_an_error(metadata: Mapping[str, Any]):
 )
 def test_glob_spans_folders_only_with_two_stars(name: str, pattern: str, is_match: bool):
     assert matches(name, pattern) == is_match
+
+
+WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+@given(name=st.text("ab/", max_size=8), pattern=st.text("ab/*?", max_size=8))
+def test_glob_matches_as_the_regular_expression_does(name: str, pattern: str):
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern.strip("/"))
+    regex = "".join(WILDCARDS.get(part) or re.escape(part) for part in parts)
+    assert matches(name, pattern) == (re.fullmatch(f"{regex}(?:/.*)?", name) is not None)
+
+
+def test_glob_of_many_wildcards_ends():
+    assert not matches("a" * 300, "*a" * 100 + "b")
+    assert not matches("a/" * 100, "**/" * 100 + "b")
+
+
+def test_yaml_values_of_other_types_are_no_names():
+    bomb: object = "x"
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    metadata = {
+        "configs": [{"config_name": bomb}, {"config_name": "c", "data_dir": bomb, "data_files": {"path": bomb}}]
+    }
+    with pytest.raises(PrepError, match="no data in o/n"):
+        select_files("o/n", ["a.jsonl"], metadata, config="c", split=None, accepts=lambda name: True)
+    with pytest.raises(PrepError, match="no data in o/n"):
+        select_files("o/n", ["a.txt"], {"configs": 7}, config="c", split=None, accepts=lambda name: False)
 
 
 def test_malformed_metadata_is_an_error(tmp_path: Path):

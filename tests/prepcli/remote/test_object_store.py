@@ -58,6 +58,11 @@ def test_parse_url_splits_bucket_and_path():
     assert not is_url("o/m")
 
 
+def test_parse_url_names_an_invalid_bucket():
+    with pytest.raises(PrepError, match="'b' is no name of a bucket, which has 3 to 63 lower-case letters"):
+        parse_url("gs://b/x")
+
+
 @pytest.mark.parametrize(
     "text", ["gs://", "gs:///x", "abfs://b/x", "http://b/x", "gs://b", "gs://BUCKET/x", "gs://bucket/a//b", "s3://bucket/../x",
              "gs://bucket/\n", "gs://bucket/a/./b"],

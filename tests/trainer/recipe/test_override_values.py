@@ -64,3 +64,17 @@ def test_override_argument_has_only_needed_quotes(key: str, value: Any, argument
 def test_numbers_for_a_list_of_numbers_are_no_text():
     assert parse_override_value("0.1", KEY_SCHEMAS["model.fcm_ratio"]) == 0.1
     assert parse_override_value("8", KEY_SCHEMAS["data.path"]) == "8", "a key of texts"
+
+
+@pytest.mark.parametrize("text", ["data.config=", 'data.config=""', "data.config=a", "data.config=''"])
+def test_empty_value_removes_a_key_that_may_be_absent(text: str):
+    raw = RawRecipe(Path("x.toml"), {"data": {"config": "en", "split": "train"}})
+    overridden, diagnostics = apply_overrides(raw, ["data.config=de", text, "data.source_length="])
+    assert not diagnostics
+    assert overridden.tables["data"] == {"split": "train"} | ({"config": "a"} if text.endswith("a") else {})
+    assert overridden.overridden_keys == ({"data.config"} if text.endswith("a") else set())
+
+
+def test_empty_value_of_a_required_key_is_kept():
+    overridden, _ = apply_overrides(RawRecipe(Path("x.toml"), {"mesh": "1,1,1"}), ["mesh="])
+    assert overridden.get("mesh") == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -56,7 +57,9 @@ def _read_npy_header(file: DataFile, stream: BinaryIO) -> tuple[tuple[int, ...],
         header = io.BytesIO(_read_npy_prefix(stream))
         version = formats.read_magic(header)
         read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(header)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy warns of headers that Python 2 wrote
+            shape, is_fortran, dtype = read_header(header)
     except Exception as error:  # of the parser of Python expressions, which NumPy uses, too
         why = str(error).partition("\n")[0] or type(error).__name__
         raise PrepError(f"{file.path} is not a NumPy array", f"{why:.200}", ARRAY_HINT) from error
