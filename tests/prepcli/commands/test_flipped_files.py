@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.engine.digest import digest
 from prepcli.errors import DamagedError
 from prepcli.execution.run_folder import RunFolder
 from prepcli.formats.checksums import CHECKSUMS_FILE
@@ -129,12 +130,16 @@ def test_inspect_refuses_changed_config(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_merge_refuses_changed_adapter_files(name: str, capsys: pytest.CaptureFixture[str]):
-    make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
+    matrices = make_adapter(Path("adapter"), {"model.layers.0.self_attn.q_proj": (32, 32)})
     header = read_safetensors_header(Path("adapter/adapter_model.safetensors"), 0)
     records = record_files(Path("adapter"), ["adapter_config.json"])
     records["adapter_model.safetensors"] = {"bytes": header.size, "header": header.digest}
     manifest = {key: value for key, value in (read_manifest(Path("init")) or {}).items() if key != "base"}
-    content = manifest | {"kind": "adapter", "tensors": {}, "files": records}
+    tensors = {
+        key: {"dtype": "float32", "shape": value.shape, "digests": [[0, len(value), digest(value.tobytes())]]}
+        for key, value in matrices.items()
+    }
+    content = manifest | {"kind": "adapter", "tensors": tensors, "files": records}
     Path("adapter/prep-manifest.json").write_bytes(encode_manifest(content))
     run_ok("merge", "adapter", "init", "--out", "merged")
     path = Path("adapter", name)
