@@ -9,8 +9,10 @@ from pathlib import Path
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError, usage_error
 from trainer.files.json_values import load_json
+from trainer.files.reading import read_regular_file
 
 STDIN = "-"
+MAX_PROMPTS_NBYTES = 1_000_000_000
 MAX_ID_DIGITS = 9  # more than any token id has
 PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedence
 
@@ -18,7 +20,7 @@ PROMPT_KEYS = ("prompt", "text")  # keys of a .jsonl line, in order of precedenc
 def read_prompts(file_name: str) -> Iterator[str]:
     """Yield the prompts of a text or .jsonl file, one per line; raise PrepError for an invalid file or line."""
     try:
-        text = sys.stdin.read() if file_name == STDIN else Path(file_name).read_text("utf-8-sig")
+        text = _read_text(file_name)
     except OSError as error:
         raise io_error(Path(file_name), error) from error
     except UnicodeDecodeError as error:
@@ -28,6 +30,15 @@ def read_prompts(file_name: str) -> Iterator[str]:
     ):  # not splitlines: JSON strings may contain other line separators
         if line.strip():
             yield _prompt_from_json(file_name, line_number, line) if file_name.endswith(".jsonl") else line
+
+
+def _read_text(file_name: str) -> str:
+    if file_name != STDIN:
+        return read_regular_file(Path(file_name), MAX_PROMPTS_NBYTES).decode("utf-8-sig")
+    text = sys.stdin.read(MAX_PROMPTS_NBYTES + 1)
+    if len(text) > MAX_PROMPTS_NBYTES:
+        raise PrepError("the prompts are too large", f"standard input has more than {MAX_PROMPTS_NBYTES:,} characters")
+    return text
 
 
 def _prompt_from_json(file_name: str, line_number: int, line: str) -> str:

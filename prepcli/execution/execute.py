@@ -26,7 +26,7 @@ from prepcli.errors import OutputExistsError, PrepError
 from prepcli.execution import source_state
 from prepcli.execution.block_checksums import checksum_recorder, delete_checksums
 from prepcli.execution.coordination import PATIENCE_S, ConversionTask, WaitOptions, work_together
-from prepcli.execution.finalize import data_folder, finalize_output, output_nbytes_to_compress
+from prepcli.execution.finalize import check_small_files, data_folder, finalize_output, output_nbytes_to_compress
 from prepcli.execution.integrity import IntegrityChecker
 from prepcli.execution.output_checks import check_data_files, check_unchanged, read_stamps
 from prepcli.execution.resume import StreamReader, find_outdated, verify_journal_state, zero_gaps
@@ -123,6 +123,7 @@ def execute_plan(
         return ConversionResult(options.out, PipelineResult(), 0, already_done=True)
     start_nbytes = anonymous_nbytes()
     own_source_state = read_source_state(plan, source)
+    check_small_files(plan)
     check_free_space(plan, Staging(options.out).folder)
     coverage.check(plan, lambda: split_streams(plan.streams, budget.slab_nbytes))
     with open_staging(options.out) as stage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from prepcli.formats.orbax import ArrayMeta
 from prepcli.formats.orbax_write import WrittenChunk, write_item_metadata, write_step_metadata
 from prepcli.planning.plan import OutputFile, OutputLeaf, Plan, SmallFile
 from prepcli.planning.state_names import PARAMS, qualify, split_name
+from trainer.files.reading import not_regular_error
 
 WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 RAW_FOLDER, COMPRESS_JOURNAL = "raw", "packed"  # in the work folder of an output whose chunks are compressed
@@ -106,6 +108,18 @@ def _header_record(file: OutputFile) -> FileRecord:
     return {SIZE_KEY: file.size, HEADER_KEY: digest(constant_bytes)}
 
 
+def check_small_files(plan: Plan) -> None:
+    """Raise PrepError if a small file cannot be copied. It is copied last, after hours of moving weights."""
+    for file in plan.small_files:
+        if not file.copied_from:
+            continue
+        try:
+            with open(file.copied_from, "rb", opener=_open_without_links) as source:
+                source.read(1)
+        except OSError as error:
+            raise io_error(Path(file.copied_from), error) from error
+
+
 def _write_small_file(file: SmallFile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if file.copied_from:
@@ -127,7 +141,12 @@ def _check_copy(file: SmallFile, path: Path) -> None:
 
 
 def _open_without_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)  # the path was resolved: a link there is a later replacement
+    # The path was resolved: a link there is a later replacement. O_NONBLOCK: so is a FIFO, which would wait.
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise not_regular_error(Path(path))
+    return fd
 
 
 def _compress_output(plan: Plan, stage: Staging, progress: Progress) -> CompressedChunks:

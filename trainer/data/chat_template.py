@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import xxhash
 
-from trainer.data.files import io_error
-from trainer.files.reading import read_regular_file
+from trainer.data.tokenizer_settings import read_settings, read_text_file
 from trainer.models.errors import PrepError
 
 TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
@@ -20,7 +19,6 @@ TEMPLATE_FILE, CONFIG_FILE, SPECIAL_TOKENS_FILE = (
     "special_tokens_map.json",
 )
 MAX_TEMPLATE_NBYTES = 4_000_000
-MAX_SETTINGS_NBYTES = 64_000_000  # the added tokens of some tokenizers take megabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
     config = read_settings(folder / CONFIG_FILE)
     special_tokens = _special_tokens(read_settings(folder / SPECIAL_TOKENS_FILE) | config)
     file = folder / TEMPLATE_FILE
-    text = _read_text(file, MAX_TEMPLATE_NBYTES)
+    text = read_text_file(file, MAX_TEMPLATE_NBYTES)
     if text is None:
         text, file = _default_template(config.get("chat_template")), folder / CONFIG_FILE
     if text is None:
@@ -68,36 +66,6 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
             f"the tokenizer in {folder} has no chat template", why, f"put a {TEMPLATE_FILE} into the folder"
         )
     return ChatTemplate(str(file), text, special_tokens)
-
-
-def _read_text(path: Path, max_nbytes: int) -> str | None:
-    """Return the text of a file; None if there is none."""
-    try:
-        return read_regular_file(path, max_nbytes).decode()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise io_error(path, error) from error
-    except UnicodeDecodeError as error:
-        raise PrepError(f"{path} is not UTF-8", str(error)) from None
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file beside a tokenizer; empty if there is none.
-
-    Raises:
-        PrepError: The file is not a regular file, is too large, or is not a JSON object.
-    """
-    text = _read_text(path, MAX_SETTINGS_NBYTES)
-    try:
-        value = {} if text is None else json.loads(text)
-    except ValueError as error:
-        raise PrepError(f"{path} is not JSON", str(error)) from None
-    except RecursionError:
-        raise PrepError(f"{path} is not JSON", "it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise PrepError(f"{path} is not a JSON object", f"it is {value!r:.60}")
-    return cast(dict[str, Any], value)
 
 
 def _default_template(value: Any) -> str | None:

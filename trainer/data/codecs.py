@@ -181,7 +181,8 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
             `add_eos_token` set the tokens around a prompt.
 
     Raises:
-        PrepError: The extra `sentencepiece` is not installed, or the file is not such a model.
+        PrepError: The extra `sentencepiece` is not installed.
+        Exception: The file is not such a model. The library has no exception type of its own.
     """
     try:
         from sentencepiece import SentencePieceProcessor
@@ -189,10 +190,7 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
         hint = "`pip install 'prepcli[sentencepiece]'`"
         raise PrepError(f"cannot read {file}", "sentencepiece is not installed", hint) from error
     processor = SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(data)
-    except Exception as error:  # the library has no exception type of its own
-        raise PrepError(f"{file} is not a SentencePiece model", str(error), "`--set data.tokenizer=PATH`") from error
+    processor.LoadFromSerializedProto(data)
     class_name = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
     return SentencePieceCodec(
         processor,
@@ -205,16 +203,12 @@ def transformers_codec(folder: Path) -> TransformersCodec:
     """Return the codec of a folder whose tokenizer transformers builds from other files.
 
     Raises:
-        PrepError: The extra `hf` is not installed, or transformers cannot read the tokenizer without its code.
+        PrepError: The extra `hf` is not installed.
+        Exception: transformers cannot read the tokenizer without its code. It raises errors of many types.
     """
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
         what = f"cannot read the tokenizer of {folder}"
         raise PrepError(what, "transformers is not installed", "`pip install 'prepcli[hf]'`") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises errors of many types
-        why, hint = str(error).partition("\n")[0], "`--set data.tokenizer=PATH`"
-        raise PrepError(f"transformers cannot read the tokenizer of {folder}", why, hint) from error
-    return TransformersCodec(tokenizer)
+    return TransformersCodec(AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True))

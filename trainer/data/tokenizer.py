@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,15 @@ from tokenizers import Tokenizer
 from trainer.data.codecs import Codec, FastCodec, sentencepiece_codec, transformers_codec
 from trainer.data.examples import TokenIds
 from trainer.data.files import io_error
+from trainer.data.library_errors import library_errors
+from trainer.data.text_growth import check_growth, normalizer_growth
+from trainer.data.tokenizer_settings import read_settings
+from trainer.files.reading import not_regular_error, read_regular_file
 from trainer.models.errors import PrepError
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_HINT = "`--set data.tokenizer=PATH`"
+MAX_TOKENIZER_NBYTES = 1_000_000_000  # far above any tokenizer
 SENTENCEPIECE_SUFFIX = ".model"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model")  # with the ids of the library; other names may shift them
 SETTINGS_FILE = "tokenizer_config.json"
@@ -42,12 +47,14 @@ class TextTokenizer:
         digest: XXH3-128 of its files.
         max_id: Its largest token id.
         codec: Its library.
+        growth: Upper bound of the bytes that its normalizer makes of one byte; see `text_growth`.
     """
 
     path: Path
     digest: str
     max_id: int
     codec: Codec
+    growth: float = 1.0
 
     def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Encode each text by itself, without adding special tokens.
@@ -82,17 +89,15 @@ class TextTokenizer:
         return [(np.array(ids, np.uint32), np.array(offsets, np.int64).reshape(-1, 2)) for ids, offsets in encodings]
 
     def _encode(self, encode_batch: Callable[[list[str]], list[EncodedT]], texts: Sequence[str]) -> list[EncodedT]:
-        try:
+        check_growth(self.growth, max(map(len, texts), default=0), str(self.path))
+        with library_errors(f"{self.path} cannot encode the data", TOKENIZER_HINT):
             return encode_batch(list(texts))
-        except Exception as error:  # the libraries have no exception type of their own
-            raise PrepError(f"{self.path} cannot encode the data", str(error), "`--set data.tokenizer=PATH`") from error
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt, with added special tokens; raise PrepError if the tokenizer fails."""
-        try:
+        check_growth(self.growth, len(text), str(self.path))
+        with library_errors(f"{self.path} cannot encode a prompt", "`--tokens 1,2,3` needs none"):
             return self.codec.encode_prompt(text)
-        except Exception as error:  # the libraries have no exception type of their own
-            raise PrepError(f"{self.path} cannot encode a prompt", str(error), "`--tokens 1,2,3` needs none") from error
 
     def decode(self, ids: Sequence[int], preceding_ids: Sequence[int] = ()) -> str:
         """Decode ids to text, without special tokens.
@@ -102,10 +107,14 @@ class TextTokenizer:
         Args:
             ids: The ids.
             preceding_ids: Ids that come before them, not part of the result.
+
+        Raises:
+            PrepError: The tokenizer fails.
         """
-        prefix = self.codec.decode(list(preceding_ids))
-        text = self.codec.decode([*preceding_ids, *ids])
-        return text[len(prefix) :] if text.startswith(prefix) else self.codec.decode(list(ids))
+        with library_errors(f"{self.path} cannot decode {len(ids)} tokens", TOKENIZER_HINT):
+            prefix = self.codec.decode(list(preceding_ids))
+            text = self.codec.decode([*preceding_ids, *ids])
+            return text[len(prefix) :] if text.startswith(prefix) else self.codec.decode(list(ids))
 
     def check_in_vocab(self, token_id: int, vocab_size: int) -> None:
         """Raise PrepError unless an id of the data is below the model's vocabulary size without padding."""
@@ -133,16 +142,20 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     if found.is_dir():
         return _load_from_transformers(found)
     try:
-        data = found.read_bytes()
+        data = read_regular_file(found, MAX_TOKENIZER_NBYTES)
     except FileNotFoundError:
         raise _missing_tokenizer_error(path) from None
     except OSError as error:
         raise io_error(found, error) from error
     if found.suffix == SENTENCEPIECE_SUFFIX:
-        codec = sentencepiece_codec(found, data, _read_settings(found.parent / SETTINGS_FILE))
-    else:
+        settings = read_settings(found.parent / SETTINGS_FILE)
+        with library_errors(f"{found} is not a SentencePiece model", TOKENIZER_HINT):
+            codec = sentencepiece_codec(found, data, settings)
+            return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
+    with library_errors(f"{found} is not a valid tokenizer", TOKENIZER_HINT):
         codec = _load_fast(found, data)
-    return TextTokenizer(found, xxhash.xxh3_128_hexdigest(data), codec.max_id, codec)
+        digest, growth = xxhash.xxh3_128_hexdigest(data), normalizer_growth(data)
+        return TextTokenizer(found, digest, codec.max_id, codec, growth)
 
 
 def find_tokenizer(path: Path) -> Path | None:
@@ -166,7 +179,7 @@ def check_tokenizer_exists(path: Path) -> None:
 
 
 def _load_fast(file: Path, data: bytes) -> FastCodec:
-    tokenizer = _parse_tokenizer(file, data)
+    tokenizer = Tokenizer.from_buffer(data)
     _check_deterministic(file, tokenizer)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -175,31 +188,19 @@ def _load_fast(file: Path, data: bytes) -> FastCodec:
 
 def _load_from_transformers(folder: Path) -> TextTokenizer:
     """Load the tokenizer that transformers builds; the version of transformers is part of its digest."""
-    codec = transformers_codec(folder)
+    for name in (*TRANSFORMERS_FILES, "chat_template.jinja"):
+        path = folder / name
+        # transformers would wait for a FIFO without end
+        if path.exists() and not path.is_file():
+            raise not_regular_error(path)
+    with library_errors(f"transformers cannot read the tokenizer of {folder}", TOKENIZER_HINT):
+        codec = transformers_codec(folder)
     digest = xxhash.xxh3_128(f"transformers {version('transformers')}".encode())
     for name in TRANSFORMERS_FILES:
         if (folder / name).is_file():
-            data = (folder / name).read_bytes()
+            data = read_regular_file(folder / name, MAX_TOKENIZER_NBYTES)
             digest.update(f"{name} {len(data)} ".encode() + data)
     return TextTokenizer(folder, digest.hexdigest(), codec.max_id, codec)
-
-
-def _read_settings(path: Path) -> Mapping[str, Any]:
-    """Return the content of a tokenizer_config.json; empty if there is none."""
-    try:
-        settings = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise PrepError(f"{path} is broken", str(error)) from error
-    return settings if isinstance(settings, dict) else {}
-
-
-def _parse_tokenizer(file: Path, data: bytes) -> Tokenizer:
-    try:
-        return Tokenizer.from_buffer(data)
-    except Exception as error:  # the library has no exception type of its own
-        raise PrepError(f"{file} is not a valid tokenizer", str(error), "`--set data.tokenizer=PATH`") from error
 
 
 def _check_deterministic(file: Path, tokenizer: Tokenizer) -> None:
@@ -210,7 +211,7 @@ def _check_deterministic(file: Path, tokenizer: Tokenizer) -> None:
 
 
 def _missing_tokenizer_error(path: Path) -> PrepError:
-    hint = "`--set data.tokenizer=PATH`"
+    hint = TOKENIZER_HINT
     if not path.is_dir():
         why = f"looked for a {TOKENIZER_FILE} or a SentencePiece model, or a folder that has one"
         return PrepError(f"no tokenizer at {path}", why, hint)
