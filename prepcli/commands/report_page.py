@@ -131,7 +131,8 @@ def _samples_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterato
         last = [run_texts[-1:] for run_texts in texts]
         yield from _sample_table(last, names)
         if texts != last:
-            shown, count = sum(map(len, texts)), sum(run_samples.count for run_samples in samples)
+            shown = sum(map(len, texts))
+            count = sum(run_samples.count for run_samples in samples)
             quantity = f"All {count:,}" if shown == count else f"{shown:,} of {count:,}"
             yield f"<details><summary>{quantity} texts</summary>"
             yield from _sample_table(texts, names)

@@ -148,7 +148,8 @@ class LiveDisplay:
         status = self.status
         status.losses.append(line["loss"])
         status.z_loss = line.get("z_loss")
-        status.step, status.log_step, status.remaining_s = line["step"], line["step"], remaining_s
+        status.step = status.log_step = line["step"]
+        status.remaining_s = remaining_s
         status.lr, status.grad_norm, status.skipped = line["lr"], line["grad_norm"], line["skipped"]
         status.tokens_per_s, status.step_s = line.get("tokens_per_s"), line.get("seconds")
         status.mfu, status.memory_nbytes = line.get("mfu"), line.get("memory_bytes")

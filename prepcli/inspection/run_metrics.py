@@ -23,7 +23,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
 
 
-class Curve:
+class RunningCurve:
     """Points of a metric in the order of a file, at most `MAX_BUCKETS` buckets of as many points each.
 
     A bucket keeps its lowest and its highest point, so that spikes stay visible. When all buckets are full,
@@ -42,7 +42,8 @@ class Curve:
         self.last: float | None = None
         self._lows: list[Point] = []
         self._highs: list[Point] = []
-        self._max_buckets, self._bucket_size = max_buckets, 1
+        self._max_buckets = max_buckets
+        self._bucket_size = 1
         self._room = 0  # of the last bucket, in points
 
     def add(self, step: float, value: float) -> None:
@@ -90,7 +91,8 @@ class EvenSample(Generic[T]):
         """
         self.count = 0
         self.items: list[T] = []
-        self._capacity, self._distance = capacity, 1
+        self._capacity = capacity
+        self._distance = 1
 
     def add(self, item: T) -> None:
         """Append an item to the sequence."""
@@ -115,7 +117,7 @@ class RunMetrics:
 
     steps: tuple[float, float] | None = None
     last_step: int | None = None
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, RunningCurve] = field(default_factory=dict)
     _median_values: dict[str, EvenSample[float]] = field(
         default_factory=lambda: {name: EvenSample(MAX_MEDIAN_VALUES) for name in MEDIAN_NAMES}
     )
@@ -165,10 +167,10 @@ class RunMetrics:
         """Return the lowest evaluation loss on as many tokens as the last one, as for `checkpoint.best`."""
         return next(reversed(self._best_losses.values()), None)
 
-    def _new_curve(self, name: str) -> Curve | None:
+    def _new_curve(self, name: str) -> RunningCurve | None:
         if name == "step" or len(self.curves) >= MAX_CURVES or len(name) > MAX_NAME_NCHARS:
             return None
-        return self.curves.setdefault(name, Curve())
+        return self.curves.setdefault(name, RunningCurve())
 
     def _add_loss(self, loss: float, num_tokens: object) -> None:
         key = num_tokens if isinstance(num_tokens, int | float) and is_number(num_tokens) else None

@@ -118,8 +118,10 @@ def read_run(path: Path) -> RunRecord:
     recipe_path = path / RECIPE_FILE
     if not recipe_path.is_file():
         raise not_a_run_error(str(path), exists=path.is_dir())
-    metrics_file, samples_file = MetricsFile(path / METRICS_FILE), MetricsFile(path / SAMPLES_FILE)
-    metrics, samples = RunMetrics.of(metrics_file), _read_samples(samples_file)
+    metrics_file = MetricsFile(path / METRICS_FILE)
+    metrics = RunMetrics.of(metrics_file)
+    samples_file = MetricsFile(path / SAMPLES_FILE)
+    samples = _read_samples(samples_file)
     skipped = {METRICS_FILE: metrics_file.num_skipped, SAMPLES_FILE: samples_file.num_skipped}
     return RunRecord(
         str(path),

@@ -113,14 +113,16 @@ def pad_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = 
     """Yield rows of one document each, or of one piece of a document that is longer than a row."""
     n_pieces = 0
     for pieces in cut_documents(ends, seq_length, window):
-        n_before, n_pieces = n_pieces, n_pieces + len(pieces.starts)
-        yield RowBlock(pieces, np.arange(n_before + 1, n_pieces + 1))
+        yield RowBlock(pieces, n_pieces + 1 + np.arange(len(pieces.starts)))
+        n_pieces += len(pieces.starts)
 
 
 def collect_rows(blocks: Iterable[RowBlock], seq_length: int) -> PackedRows:
     """Return all rows in memory."""
     # The empty arrays are for data without a token.
-    starts, lengths, ends = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    starts = [np.empty(0, np.int64)]
+    lengths = [np.empty(0, np.int32)]
+    ends = [np.empty(0, np.int64)]
     for block in blocks:
         starts.append(block.pieces.starts)
         lengths.append(block.pieces.lengths)
@@ -142,7 +144,9 @@ def cut_documents(ends: Iterable[Int64Array], seq_length: int, window: int) -> I
         while n_waiting + len(pieces.starts) - low >= window:
             high = low + window - n_waiting
             yield _join([*waiting, Pieces(pieces.starts[low:high], pieces.lengths[low:high])])
-            waiting, n_waiting, low = [], 0, high
+            waiting = []
+            n_waiting = 0
+            low = high
         if low < len(pieces.starts):
             waiting.append(Pieces(pieces.starts[low:], pieces.lengths[low:]))
             n_waiting += len(pieces.starts) - low

@@ -187,7 +187,8 @@ def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[s
     """Return the arrays of rows by file name."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, dtype in DTYPES.items():
-        path, n_items = folder / name, meta.n_items(name)
+        path = folder / name
+        n_items = meta.n_items(name)
         if path.stat().st_size != n_items * dtype.itemsize:
             raise _damaged_rows_error(folder, f"{name} has {path.stat().st_size:,} bytes")
         if checks_digests and file_digest(path) != meta.digests[name]:
@@ -227,7 +228,7 @@ def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) ->
 
 def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str) -> None:
     """Write the files of rows durably."""
-    n_pieces, n_rows, max_length = 0, 0, 0
+    n_pieces = n_rows = max_length = 0
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context((folder / name).open("xb")) for name in DTYPES}
         files = {name: HashingFile(file, xxhash.xxh3_128()) for name, file in opened.items()}

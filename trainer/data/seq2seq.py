@@ -122,7 +122,7 @@ def seq2seq_columns(source_length: int, seq_length: int) -> ColumnSpecs:
 
 def count_truncated(tokens: MappedTokens, source_length: int) -> tuple[int, int]:
     """Return the numbers of sources and of targets to be truncated."""
-    n_sources, n_targets, block_start = 0, 0, 0
+    n_sources = n_targets = block_start = 0
     for ends in document_blocks(tokens, BLOCK_DOCUMENTS):
         # Blocks have an even number of documents: each begins with a source.
         lengths = np.diff(ends, prepend=block_start)

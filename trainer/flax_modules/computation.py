@@ -11,7 +11,7 @@ from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
 from trainer.nn.attention_mask import EncoderOutput
-from trainer.nn.lm_head import LossSums
+from trainer.nn.loss_terms import LossSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 
 

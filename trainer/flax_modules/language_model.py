@@ -7,7 +7,7 @@ from jax import Array
 
 from trainer.flax_modules.computation import Computation
 from trainer.models.param_tree import Tree
-from trainer.nn.lm_head import LossSums
+from trainer.nn.loss_terms import LossSums
 
 
 class LanguageModel:

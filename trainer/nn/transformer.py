@@ -37,7 +37,8 @@ from trainer.nn.dropout import Dropout, Stack
 from trainer.nn.embedding import embed_tokens, project_width
 from trainer.nn.kv_cache import KVCache
 from trainer.nn.layer_stack import layer_weights
-from trainer.nn.lm_head import NO_LOSS_TERMS, LMHead, LossSums, LossTerms, TrainingSums
+from trainer.nn.lm_head import LMHead
+from trainer.nn.loss_terms import NO_LOSS_TERMS, LossSums, LossTerms, TokenMetrics, TrainingSums
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.nn.position_encoding import rotary_cos_sin
 from trainer.nn.stack_run import run_layer, run_stack, with_score_bias
@@ -316,7 +317,7 @@ def evaluation_sums(
     batch: Mapping[str, Array],
     model: ModelSpec,
     forward_config: ForwardConfig,
-    metric_fn: lm_head.TokenMetrics | None = None,
+    metric_fn: TokenMetrics | None = None,
 ) -> tuple[LossSums, dict[str, Array]]:
     """Compute the summed cross entropy of a batch, and the sums of a user's values of tokens by name.
 

@@ -17,7 +17,7 @@ from trainer.distributed.sharding import ShardingContext
 from trainer.models.errors import usage_error
 from trainer.models.param_tree import Tree
 from trainer.nn import transformer
-from trainer.nn.lm_head import LossSums, TokenMetrics
+from trainer.nn.loss_terms import LossSums, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction, compiler_options
 from trainer.training.feed import TokenBatch, load_batch

@@ -19,7 +19,7 @@ from trainer.models.rope_overrides import override_rope
 from trainer.models.rule_text import merge_rules
 from trainer.models.rules import Rules, check_leaf_rules
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.lm_head import LossTerms
+from trainer.nn.loss_terms import LossTerms
 from trainer.nn.model_spec import ForwardConfig, ModelSpec, build_model, unscannable_error
 from trainer.planning.exact_reduction import check_exact_model, reduction_shards, rows_per_device
 from trainer.planning.model_shapes import recipe_config

@@ -23,7 +23,7 @@ from trainer.models.leaf_matrices import reduced_axes
 from trainer.models.param_tree import ParamLeaf, Tree, find_param_path, flatten_tree, unflatten_tree
 from trainer.nn import transformer
 from trainer.nn.dropout import Dropout, step_dropout
-from trainer.nn.lm_head import NO_LOSS_TERMS, LossTerms, TokenMetrics
+from trainer.nn.loss_terms import NO_LOSS_TERMS, LossTerms, TokenMetrics
 from trainer.nn.model_spec import ForwardConfig, ModelSpec
 from trainer.training.exact_reduction import ExactReduction
 from trainer.training.feed import TokenBatch

@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from prepcli.inspection.run_metrics import MAX_CURVES, MAX_MEDIAN_VALUES, Curve, EvenSample, RunMetrics
+from prepcli.inspection.run_metrics import MAX_CURVES, MAX_MEDIAN_VALUES, EvenSample, RunMetrics, RunningCurve
 
 
 def test_short_curve_is_exact():
-    curve = Curve(8)
+    curve = RunningCurve(8)
     points = [(step, math.sin(step)) for step in range(8)]
     for step, value in points:
         curve.add(step, value)
@@ -22,7 +22,7 @@ def test_short_curve_is_exact():
 
 @pytest.mark.parametrize("num_points", [9, 16, 17, 100, 1000])
 def test_long_curve_has_the_extremes_of_equal_buckets(num_points: int):
-    curve, values = Curve(8), np.random.default_rng(num_points).random(num_points).tolist()
+    curve, values = RunningCurve(8), np.random.default_rng(num_points).random(num_points).tolist()
     for step, value in enumerate(values):
         curve.add(step, value)
     size = next(size for size in (2, 4, 8, 16, 32, 64, 128) if num_points <= 8 * size)
@@ -36,7 +36,7 @@ def test_long_curve_has_the_extremes_of_equal_buckets(num_points: int):
 
 
 def test_spike_stays_visible():
-    curve = Curve(8)
+    curve = RunningCurve(8)
     for step in range(10_000):
         curve.add(step, 1000.0 if step == 4321 else 1.0)
     assert (4321, 1000.0) in curve.points()

@@ -15,7 +15,8 @@ from prepcli.testing.tiny_transformers import relative_error
 from tests.helpers.jaxprs import walk_equations
 from trainer.distributed.sharding import ShardingContext
 from trainer.models.architecture import NO_SOFTCAP
-from trainer.nn.lm_head import LMHead, LossSums, LossTerms, loss_sums, project_logits, row_loss_sums, training_sums
+from trainer.nn.lm_head import LMHead, loss_sums, project_logits, row_loss_sums, training_sums
+from trainer.nn.loss_terms import LossSums, LossTerms
 
 ONE_DEVICE = ShardingContext()
 D = 5
@@ -150,7 +151,7 @@ def test_loss_terms_match_formula(terms: LossTerms, softcap: float):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_training_sums_have_the_z_loss_apart(smoothing: float):
     case = {"rows": 2, "length": 7, "vocab": 6, "padded": 8, "weights": [1.0, 0.0, 3.0], "ignored_target": 0, "seed": 4}
-    arrays = make_arrays(case)
+    arrays: Any = make_arrays(case)
     head = LMHead(6, 3, ONE_DEVICE, loss_terms=LossTerms(label_smoothing=smoothing))
     with_z_loss = head._replace(loss_terms=LossTerms(0.3, smoothing))
     compute = jax.jit(training_sums, static_argnums=4)
@@ -161,7 +162,8 @@ def test_training_sums_have_the_z_loss_apart(smoothing: float):
     assert plain.by_name().keys() == {"loss", "weight", "correct"}
     assert (sums.loss, sums.weight, sums.correct) == plain[:3]
     assert sums.z_loss == pytest.approx(float((0.3 * log_z**2 * token_weights).sum()), rel=1e-5)
-    assert sums.total == sums.loss + sums.z_loss == loss_sums(*arrays, with_z_loss).loss
+    total = loss_sums(hidden, weight, arrays[2], token_weights, with_z_loss).loss
+    assert sums.total == sums.loss + sums.z_loss == total
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])

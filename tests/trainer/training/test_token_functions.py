@@ -22,7 +22,8 @@ from trainer.models.errors import PrepError
 from trainer.models.param_tree import Tree, flatten_tree
 from trainer.nn import transformer
 from trainer.nn.kernels.options import AttentionOptions
-from trainer.nn.lm_head import LMHead, LossTerms, loss_sums
+from trainer.nn.lm_head import LMHead, loss_sums
+from trainer.nn.loss_terms import LossTerms
 from trainer.training import feed
 from trainer.training.evaluation import evaluate, jit_eval_step
 from trainer.training.step import StepSetup, TrainState, leaf_name, state_shapes, train_step
