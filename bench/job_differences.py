@@ -5,18 +5,17 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.helpers.job_faults import ROOT, Fault
 from tests.helpers.processes import Change
+from tests.helpers.waiting import wait_until
 
 DISK_NBYTES = 8 << 20  # of the small disk; a saved step has 0.7 MB
 FILE_NBYTES = 300_000  # less than the data of a saved step
 FILLER = "filler"
-WAIT_S = 60.0
 SLEEP = "import select, time\ntime.sleep = lambda seconds: select.select([], [], [], seconds)\n"  # faketime breaks it
 FULL_TMPDIR = (
     *("unshare", "--mount", "sh", "-c"),
@@ -91,7 +90,5 @@ def fill_disk(run: Path) -> None:
 
 def fill_disk_during_save(run: Path) -> None:
     """Fill the disk as soon as a step is staged, after its space was checked."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not list(run.glob("*.partial/state/*")) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
+    wait_until(lambda: list(run.glob("*.partial/state/*")))
     fill_disk(run)

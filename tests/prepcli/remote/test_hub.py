@@ -182,7 +182,7 @@ def test_download_explains_http_errors(run_locate: LocateRunner, hub: FakeHub) -
                    "try again; a proxy between may change what it sends", 1],
         "o/empty": ["`o/empty` holds no checkpoint", f"{LOOKED_FOR}; found README.md", "", 1],
     }  # fmt: skip
-    answers = run_locate.locate_all([*expected], PREP_TIMEOUT="2")  # retries of HTTP 503 wait 1.4 s
+    answers = run_locate.locate_all([*expected], PREP_TIMEOUT="5")  # retries of HTTP 503 wait 3.5 s
     assert {name: answer["error"] for name, answer in zip(expected, answers)} == expected
 
 

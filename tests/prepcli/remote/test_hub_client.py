@@ -75,7 +75,7 @@ def test_client_reports_retries_then_raises(notes: list[str], stall: str):
 
 @pytest.mark.parametrize("stall", ["silent", "body", "midway"])
 def test_client_limits_the_time_of_downloads(notes: list[str], tmp_path: Path, stall: str):
-    install_retrying_client(RetryPolicy(0.1, notes.append))
+    install_retrying_client(RetryPolicy(0.5, notes.append))
     repo = FakeRepo(FILES, stalls={"GET /o/m/resolve": stall})
     with serve_hub({"o/m": repo}) as hub, pytest.raises(NoAnswerError, match=r"\(4 tries\)"):
         hf_hub_download("o/m", "config.json", endpoint=hub.url, cache_dir=tmp_path)
@@ -128,7 +128,7 @@ def test_open_remote_limits_the_time_of_ranges(notes: list[str], monkeypatch: py
     with serve_hub({"o/m": repo}) as hub:
         use_hub(hub, monkeypatch)
         with pytest.raises(PrepError) as caught:
-            locate("o/m", access=Access(stream=True, retry_policy=RetryPolicy(0.1, notes.append)))
+            locate("o/m", access=Access(stream=True, retry_policy=RetryPolicy(0.5, notes.append)))
     assert caught.value.what == "cannot read model.safetensors of o/m"
     assert notes
     assert all(note.startswith("model.safetensors: ") for note in notes)
