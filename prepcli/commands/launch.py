@@ -164,7 +164,7 @@ def _deliver(target: str, text: str, request: LaunchRequest) -> Report:
         return Report(_submit(SUBMIT_COMMANDS[target], text), fields)
     if request.out is not None:
         return Report(str(request.out), fields, f"{submit_command} < {request.out}")
-    return Report(text.rstrip("\n"), fields)
+    return Report(text.rstrip("\n"), fields, is_script=True)
 
 
 def _write_new(path: Path, text: str) -> None:
@@ -181,7 +181,9 @@ def _write_new(path: Path, text: str) -> None:
 def _submit(command: Sequence[str], text: str) -> str:
     """Run a command with the script as its stdin, and return its stdout."""
     try:
-        result = subprocess.run(command, input=text, stdout=subprocess.PIPE, encoding="utf-8", check=False)
+        result = subprocess.run(
+            command, input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="surrogateescape", check=False
+        )
     except FileNotFoundError:
         why, hint = f"`{command[0]}` is not installed on this machine", "`--out FILE`, and submit it on a login node"
         raise PrepError("the job was not submitted", why, hint) from None

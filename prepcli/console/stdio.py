@@ -93,6 +93,23 @@ def write_and_flush(stream: TextIO, text: str = "") -> OSError | None:
     return None
 
 
+def write_exact_and_flush(stream: TextIO, text: str) -> OSError | None:
+    """Write the bytes of a script and flush; return the error if they were lost. A closed reader is no error.
+
+    A name that is not UTF-8 keeps its bytes. `write_and_flush` would escape it, and the script would name another file.
+    """
+    buffer = getattr(stream, "buffer", None)
+    if buffer is None:
+        return write_and_flush(stream, text)
+    try:
+        stream.flush()
+        buffer.write(text.encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        redirect_to_null(stream)
+        return None if isinstance(error, BrokenPipeError) else error
+    return write_and_flush(stream)
+
+
 def redirect_to_null(stream: TextIO) -> None:
     """Discard the stream's buffer and all text written to it from now on."""
     with contextlib.suppress(OSError, ValueError):  # streams in tests have no descriptor

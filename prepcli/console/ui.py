@@ -23,7 +23,7 @@ from prepcli.console.bounded_text import bounded_error, bounded_lines
 from prepcli.console.job_errors import process_of
 from prepcli.console.live_block import LiveBlock
 from prepcli.console.progress import Mode, NullProgress, Progress, can_redraw, make_progress
-from prepcli.console.stdio import LossyStream, write_and_flush
+from prepcli.console.stdio import LossyStream, write_and_flush, write_exact_and_flush
 from prepcli.console.tables import Column, layout_table
 from prepcli.console.unexpected import as_prep_error
 from prepcli.errors import INTERRUPTED, OK, STOPPED, PrepError
@@ -52,6 +52,7 @@ class Report:
         error: The error, if there is one.
         process: Index of this process in a job of several, of which process 0 prints the result; else None.
         is_printed: Whether `text` is on stdout already, by `Ui.stream_line`.
+        is_script: Whether `text` is run by another program, which needs its exact bytes.
     """
 
     text: str = ""
@@ -60,6 +61,7 @@ class Report:
     error: PrepError | None = None
     process: int | None = None
     is_printed: bool = False
+    is_script: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,12 @@ class Ui:
             text = json.dumps(self._document(report), allow_nan=False)
         else:
             text = "" if report.is_printed else printable(report.text)
-        unwritten = write_and_flush(self.out, f"{text}\n") if text and not self.process else None
+        is_exact = report.is_script and not self.as_json and not self.out.isatty()
+        unwritten = None
+        if is_exact:
+            unwritten = write_exact_and_flush(self.out, f"{report.text}\n")
+        elif text and not self.process:
+            unwritten = write_and_flush(self.out, f"{text}\n")
         error = report.error or (unwritten and stdout_error(unwritten))
         if error is not None and not (self.process and error.code in (STOPPED, INTERRUPTED)):
             self._print_stderr(self._error_text(error))

@@ -57,6 +57,23 @@ def test_script_is_printed_written_or_submitted(
     assert Path("stdin.txt").read_text() == script
 
 
+@pytest.mark.parametrize(
+    "name", ["caf\u00e9.toml", "a\u200bb\u202e.toml", "bell\x07/recipe.toml", "not utf-8 \udcff/recipe.toml"]
+)
+@pytest.mark.parametrize("words", [[], ["--out", "job.sh"], ["--submit"]])
+def test_script_names_the_exact_bytes_of_a_recipe(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch):
+    """On stdout they were escaped as in a message: the script then named another file."""
+    Path(name).parent.mkdir(exist_ok=True)
+    Path("recipe.toml").rename(name)
+    install_submitters(monkeypatch, code=0)
+    with open("stdout", "w", encoding="utf-8", errors="backslashreplace") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["launch", "slurm", name, *words]) == OK
+    script = Path({"--out": "job.sh", "--submit": "stdin.txt"}.get("".join(words[:1]), "stdout")).read_bytes()
+    command = next(line for line in script.split(b"\n") if line.startswith(b"srun"))
+    assert os.fsencode(name) in command.replace(b"'", b"").replace(b"\\", b"")
+
+
 def test_submitted_job_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     install_submitters(monkeypatch, code=0)
     assert main(["launch", "slurm", "recipe.toml", "--submit"]) == OK
