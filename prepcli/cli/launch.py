@@ -214,8 +214,8 @@ def gke(
     """Write a JobSet for Kubernetes, or create it.
 
     Examples:
-      prep launch gke run.toml --image IMAGE --nodes 2 --devices-per-node 8 --claim runs
-      prep launch gke run.toml --image IMAGE --devices-per-node 8 -- --out gs://B/RUN
+      prep launch gke run.toml --image IMAGE --devices-per-node 8 --claim runs
+      prep launch gke run.toml --image I --devices-per-node 8 -- --out gs://B/RUN
     """
     from prepcli.commands.launch import launch_gke
     from prepcli.launch.gke import GkeOptions

@@ -82,7 +82,8 @@ def launch_gke(request: LaunchRequest, options: GkeOptions) -> Report:
     if options.claim is None and not training.is_in_bucket:
         why = "without a volume, the checkpoints are lost when a pod ends"
         raise usage_error("`--claim` is missing", why, "`--claim NAME`, or `-- --out gs://BUCKET/RUN`")
-    job, text = _job(request, request.job_name or as_label(recipe.name)), request.recipe.read_text("utf-8")
+    job = _job(request, request.job_name or as_label(recipe.name))
+    text = request.recipe.read_text("utf-8")
     manifest = gke_manifest(job, options, recipe_text=text, num_slices=num_slices(training.slices))
     return _deliver("gke", manifest, request)
 
