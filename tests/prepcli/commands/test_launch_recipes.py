@@ -52,8 +52,8 @@ def test_launch_recipes_fit_and_are_launched(
 
 LAUNCH_OPTIONS = {
     "slurm": (),
-    "tpu": ("--accelerator", "v4-64", "--zone", "us-central2-b"),
-    "gke": ("--image", "IMAGE", "--nodes", "4", "--devices-per-node", "4"),
+    "tpu": ("--accelerator", "v4-32", "--zone", "us-central2-b"),
+    "gke": ("--image", "IMAGE", "--nodes", "2", "--devices-per-node", "8", "--claim", "runs"),
 }
 
 
