@@ -50,10 +50,13 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
         PrepError: The file is larger than `max_nbytes`, or not a regular file.
         OSError: The system refuses to read it.
     """
-    with open_regular_file(path) as file:
-        content = file.read(max_nbytes + 1)
-    if len(content) > max_nbytes:
-        nbytes = path.stat().st_size
+    with open_regular_file(path, buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        # `read(max_nbytes)` would allocate that many bytes, also for a file of ten.
+        content = file.read() if nbytes <= max_nbytes else b""
+    # The file may have grown meanwhile.
+    nbytes = max(nbytes, len(content))
+    if nbytes > max_nbytes:
         raise PrepError(f"{path} is too large", f"it has {nbytes:,} bytes, the limit is {max_nbytes:,}")
     return content
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_read_regular_file_has_a_limit(tmp_path: Path):
     assert read_regular_file(tmp_path / "file", 5) == b"12345"
     with pytest.raises(PrepError, match="it has 5 bytes, the limit is 4"):
         read_regular_file(tmp_path / "file", 4)
+
+
+def test_read_regular_file_allocates_what_the_file_has(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"12345")
+    tracemalloc.start()
+    try:
+        read_regular_file(tmp_path / "file")
+        peak_nbytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 1 << 20
 
 
 @pytest.mark.parametrize("name", ["train", "a/b.arrow", "a..b", "./c"])
