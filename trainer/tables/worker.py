@@ -75,8 +75,10 @@ class ParentFile(io.RawIOBase):
 
 def main() -> None:
     """Read the files that the parent names, one after another."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what a signal to all processes means
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # SLURM and terminals send a signal to all processes of a job. The parent handles it. A worker that ended at once would
+    # make the file look malformed.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, requests = cast(BinaryIO, sys.stdin.buffer), cast(BinaryIO, sys.stdout.buffer)
     # Other allocators reserve 1 GiB at once, which counts for the limit. pyarrow reads this name when it is loaded.
