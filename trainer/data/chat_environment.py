@@ -121,7 +121,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(value)
         def limited(*arguments: Any, **named: Any) -> str:
             if value.__name__ == "format_map":
-                (named,), arguments = arguments, ()
+                (named,) = arguments
+                arguments = ()
             self.limits.check_fields(template, [*arguments, *named.values()])
             return self.limits.measured(type(template)(formatter.vformat(template, arguments, named)))
 

@@ -215,7 +215,8 @@ class RenderLimits:
 
 
 def _wide_field_error(number: str) -> TemplateLimitError:
-    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is 9999")
+    limit = 10**MAX_WIDTH_DIGITS - 1
+    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is {limit}")
 
 
 class CountedSteps:

@@ -42,9 +42,10 @@ from trainer.data.store import (
     document_blocks,
     file_digest,
 )
-from trainer.data.store_writer import HashingFile, fsync, lock_cache, publish_folder, remove_folder
+from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
+from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
-from trainer.files.writing import write_file
+from trainer.files.writing import fsync_path, write_file
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import SEGMENTED
 
@@ -220,7 +221,7 @@ def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) ->
     try:
         _write_rows(partial, folder.name, tokens, packing)
         publish_folder(partial, folder, lambda path: read_rows(path, tokens))
-        fsync(folder.parent)
+        fsync_path(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -250,18 +251,19 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
         digests=digests,
     )
     for name in DTYPES:
-        fsync(folder / name)
+        fsync_path(folder / name)
+    # Last, after the other files are durable: it also makes the names in the folder durable.
     write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
 
 
 def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
     try:
-        values = json.loads(data)
+        values = load_json(data)
         meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})
         numbers = (meta.seq_length, meta.n_pieces, meta.n_rows, meta.max_length)
         is_valid = all(type(number) is int and number > 0 for number in numbers)
         is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() == DTYPES.keys()
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_rows_error(folder, f"{META_FILE} has invalid values or belongs to other rows")

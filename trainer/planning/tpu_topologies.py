@@ -20,7 +20,7 @@ from trainer.models.errors import PrepError, usage_error
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _BOXES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _CUBE_SIDE = 4  # of the blocks of chips that larger boxes consist of
-_HOST_CHIPS = 4  # of a machine of a slice with several hosts
+HOST_CHIPS = 4  # of a machine of a slice with several hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class TpuGeneration:
     def node_sizes(self, shape: str) -> tuple[int, ...]:
         """Return the possible numbers of chips of each node of a slice, the most common one first."""
         chips = num_chips(shape)
-        if chips <= _HOST_CHIPS:
+        if chips <= HOST_CHIPS:
             return (chips,)
         if shape == "2x4":
             # v5e and v6e have machines with eight chips, and slices of two machines with four.
-            return (_HOST_CHIPS, chips)
-        return (_HOST_CHIPS,)
+            return (HOST_CHIPS, chips)
+        return (HOST_CHIPS,)
 
 
 _GENERATIONS = (

@@ -9,7 +9,13 @@ from typing import Any, NoReturn
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
-from prepcli.formats.safetensors import ADAPTER_FILE, ADAPTER_HINT, SafetensorsHeader, read_safetensors_header
+from prepcli.formats.safetensors import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ADAPTER_HINT,
+    SafetensorsHeader,
+    read_safetensors_header,
+)
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.tensors import FileTensor
@@ -17,7 +23,6 @@ from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import Family, HFConfig, WeightTying
 
-ADAPTER_CONFIG = "adapter_config.json"
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
 
 

@@ -17,8 +17,9 @@ from pydantic_core import ErrorDetails
 from prepcli.errors import PrepError
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import read_manifest
+from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.planning.tensors import FileTensor
-from prepcli.sources.openers.peft_folder import ADAPTER_CONFIG, is_adapter, read_checked_header
+from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
 from trainer.models.parameters import Family, HFConfig
