@@ -50,7 +50,7 @@ class SavedSample:
 
 @dataclass(frozen=True, slots=True)
 class PromptSamples:
-    """Texts that a run generated from a prompt.
+    """Texts generated from a prompt during a run.
 
     Attributes:
         texts: Evenly spaced ones in the order of steps, and the last one.
@@ -75,7 +75,7 @@ class RunRecord:
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
-        samples: Texts that it generated, by prompt.
+        samples: Generated texts by prompt.
         notes: Messages about parts of the files that were not read.
     """
 
@@ -136,7 +136,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _read_samples(lines: Iterable[Mapping[str, Any]]) -> dict[str, PromptSamples]:
-    """Return the samples of a file by prompt; lines without a prompt and a text are ignored."""
+    """Return the samples of a file by prompt. Lines without a prompt and a text are ignored."""
     kept: dict[str, EvenSample[SavedSample]] = {}
     last: dict[str, SavedSample] = {}
     for line in lines:

@@ -37,7 +37,7 @@ class CompileWatch:
 
     Attributes:
         on_phase: Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds.
-        limit_s: Seconds after which the compilation is ended; None without limit.
+        limit_s: Time limit of the compilation in seconds. None means no limit.
         note_s: Seconds between two reports of the same phase.
     """
 
@@ -103,7 +103,9 @@ def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(stdout, lines), daemon=True).start()
-    start_s, phase, answer = time.monotonic(), _FIRST_PHASE, None
+    start_s = time.monotonic()
+    phase = _FIRST_PHASE
+    answer = None
     while True:
         elapsed_s = time.monotonic() - start_s
         if watch.limit_s is not None and elapsed_s >= watch.limit_s:

@@ -64,8 +64,9 @@ def _flags_without_fused() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop(FLAGS)
-        if flags is not None:
+        if flags is None:
+            del os.environ[FLAGS]
+        else:
             os.environ[FLAGS] = flags
     _flags_of_start = started
 

@@ -75,8 +75,8 @@ class ParentFile(io.RawIOBase):
 
 def main() -> None:
     """Read the files that the parent names, one after another."""
-    # SLURM and terminals send a signal to all processes of a job. The parent handles it. A worker that ended at once would
-    # make the file look malformed.
+    # SLURM and terminals send a signal to all processes of a job. The parent handles it. If the worker ended at once,
+    # the parent would report a malformed file.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
