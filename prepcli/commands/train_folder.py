@@ -100,13 +100,14 @@ def check_last_step(place: RunPlace, step: int) -> None:
     Raises:
         PrepError: Another process has saved or removed steps meanwhile.
     """
-    if max(place.known_steps(), default=0) != step:
-        raise _overtaken_error(place, step)
+    # A new listing: without a lock, or after a takeover of the lock, the known steps may be out of date.
+    last_step = max(place.steps(), default=0)
+    if last_step != step:
+        raise _overtaken_error(place, step, last_step)
 
 
-def _overtaken_error(place: RunPlace, step: int) -> PrepError:
+def _overtaken_error(place: RunPlace, step: int, last_step: int) -> PrepError:
     """Return the error for a run with another last step than the one read at the start."""
-    last_step = max(place.known_steps(), default=0)
     what = f"{place.name} is at step {last_step}, and this process has read step {step}"
     why = "another process has trained the run meanwhile; nothing was changed"
     code = STOPPED if last_step else FAILED
@@ -119,8 +120,9 @@ def explain_removed_step(place: RunPlace, step: int) -> Iterator[None]:
     try:
         yield
     except PrepError as error:
-        if step and step not in place.steps():
-            raise _overtaken_error(place, step) from error
+        steps = place.steps() if step else []
+        if step and step not in steps:
+            raise _overtaken_error(place, step, max(steps, default=0)) from error
         raise
 
 
