@@ -35,7 +35,7 @@ class StrictCommand(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; name the environment variable in a UsageError about an option that it sets."""
+        """Run the command. A UsageError about an option set by an environment variable names the variable."""
         try:
             return super().invoke(ctx)
         except UsageError as error:

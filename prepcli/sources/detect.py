@@ -196,7 +196,7 @@ def _find_quantisation(config: Any) -> str:
 
 
 def _several_checkpoints_error(folder: Folder) -> PrepError | None:
-    """Return the error for a local folder that holds several checkpoints in folders of their own; None for others."""
+    """Return the error for a local folder with several checkpoints in subfolders, or None."""
     subfolders = list_checkpoint_folders(folder.path) if isinstance(folder, LocalFolder) else []
     if len(subfolders) < 2:
         return None

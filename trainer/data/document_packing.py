@@ -110,7 +110,7 @@ def pack_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int =
 
 
 def pad_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
-    """Yield rows of one document each, or of one piece of a document that is longer than a row."""
+    """Yield rows of one document each, or of one piece of a longer document."""
     n_pieces = 0
     for pieces in cut_documents(ends, seq_length, window):
         yield RowBlock(pieces, n_pieces + 1 + np.arange(len(pieces.starts)))

@@ -1,4 +1,4 @@
-"""Rows of whole documents beside a token store: made once in bounded memory, and mapped at each start.
+"""Stored rows of whole documents: computed once in bounded memory, and mapped at each start.
 
 A folder in the store, named by a digest of all inputs of the rows:
 
@@ -100,7 +100,7 @@ def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
 def stored_rows(
     store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
 ) -> PackedRows:
-    """Return the rows beside a token store; make them if they are missing or damaged.
+    """Return the stored rows of a token store. Compute missing or damaged ones.
 
     Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
 
@@ -109,7 +109,7 @@ def stored_rows(
         meta: Its metadata.
         tokens: The mapped store.
         packing: A key of `DOCUMENT_ROWS`.
-        target: Folder for missing rows: the store, or one that is removed at the end.
+        target: Folder for missing rows: the store, or a temporary folder.
         note: Called with messages for the user.
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
@@ -131,7 +131,7 @@ def stored_rows(
 
 
 def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) -> PackedRows:
-    """Return the rows that another process stored, or whose digests it checked; make missing ones in memory."""
+    """Return rows stored or checked by another process. Compute missing ones in memory."""
     try:
         folder = store / rows_identity(meta, packing, tokens.seq_length)
         return read_rows(folder, tokens, checks_digests=False)
@@ -200,7 +200,7 @@ def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[s
 
 
 def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda text: None) -> PackedRows | None:
-    """Return stored rows; None if they are missing, or damaged, which is reported to `note`."""
+    """Return stored rows, or None if they are missing or damaged. Report damage to `note`."""
     try:
         return read_rows(folder, tokens)
     except FileNotFoundError:
@@ -211,7 +211,7 @@ def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda tex
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
-    """Build rows under a name of their own, sync them, then rename them."""
+    """Build rows in a partial folder, sync them, then rename the folder."""
     if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
         note(f"arranging {tokens.n_documents:,} documents in sequences, once for these tokens")
     for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):

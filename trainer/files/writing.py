@@ -1,4 +1,4 @@
-"""Write files that are replaced as a whole: pages, scripts, copies of recipes, small files of a run."""
+"""Replace whole files atomically: pages, scripts, copies of recipes, small files of a run."""
 
 from __future__ import annotations
 

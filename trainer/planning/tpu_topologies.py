@@ -2,7 +2,7 @@
 
 A slice of v5e or v6e is a rectangle of at most one pod. A slice of v4, v5p or tpu7x is a box A x B x C with
 A <= B <= C. With more than 64 chips, each side is a multiple of 4. Of several boxes with the same number of chips,
-Google Cloud names the one that is closest to a cube.
+Google Cloud names the one closest to a cube.
 
 Sources: Cloud TPU docs, "TPU v2", "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x": supported
     configurations (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it). GKE docs, "Plan TPUs in GKE":
@@ -34,7 +34,7 @@ class TpuGeneration:
         devices_per_chip: Devices in JAX of each chip.
         gke_label: Value of the node label `cloud.google.com/gke-tpu-accelerator`; empty if GKE lacks the generation.
         type_prefix: Prefix of accelerator types of TPU VMs, such as `v5litepod`; empty if only GKE has the generation.
-        type_units: What the number of an accelerator type counts for each chip: 2 cores, or 1 chip.
+        type_units: Units per chip in the number of an accelerator type: 2 if it counts cores, 1 if it counts chips.
         runtime_version: Software of TPU VMs.
     """
 

@@ -102,13 +102,13 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
 
 
 def open_adapter_alone(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the header of an adapter whose base is unknown; see `open_adapter`."""
+    """Read the header of an adapter without its base. See `open_adapter`."""
     del hints  # the config of the base is not needed
     return open_adapter(path, ADAPTER_FAMILY, {})
 
 
 def _check_records(path: Path, header: SafetensorsHeader, records: Mapping[str, Any]) -> None:
-    """Raise DamagedError unless a header has the tensors that the manifest records, each with a digest of all rows."""
+    """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
     for tensor in header.tensors:
         record = records.get(tensor.name, {})
         recorded = record.get("dtype"), record.get("shape")

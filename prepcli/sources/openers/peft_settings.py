@@ -81,7 +81,7 @@ def read_settings(folder: Path) -> PeftSettings:
     """Read the settings of an adapter.
 
     Raises:
-        PrepError: They are missing or invalid, or need a feature that is not supported.
+        PrepError: They are missing or invalid, or need an unsupported feature.
     """
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
@@ -137,7 +137,7 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
         tensors: Its tensors, with the names in the file.
 
     Raises:
-        PrepError: The rank differs, or the settings do not select a module that has tensors.
+        PrepError: The rank differs, or the settings do not select a module with tensors.
     """
     path = folder / ADAPTER_CONFIG
     for tensor in tensors:
