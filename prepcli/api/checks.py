@@ -48,7 +48,10 @@ def verify(
     """
     common = common_options(checkpoint, None, options)
     request = verify_command.VerifyRequest(
-        common, str(against) if against is not None else None, quick, (*map(str, accept),)
+        common,
+        against=None if against is None else str(against),
+        quick=quick,
+        accept=tuple(str(path) for path in accept),
     )
     outcome = run_silently("verify", lambda ui: verify_command.verify(request, ui), progress)
     fields: Any = outcome.report.fields

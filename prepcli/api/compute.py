@@ -58,7 +58,9 @@ def load_params(
         PrepError: The checkpoint cannot be read, or lacks a parameter.
     """
     with open_parameters(checkpoint, mesh, {**options, "ema": ema}, verify=verify, progress=progress) as opened:
-        return opened.load(opened.stored_dtype if dtype == "keep" else lambda path: dtype)
+        if dtype == "keep":
+            return opened.load(opened.stored_dtype)
+        return opened.load(lambda path: dtype)
 
 
 @public

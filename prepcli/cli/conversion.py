@@ -26,7 +26,6 @@ from prepcli.cli.options import (
     StepOption,
     TrueVocabOption,
 )
-from prepcli.execution.signals import raise_on_signal
 
 if TYPE_CHECKING:
     from prepcli.commands.conversion import CommonOptions
@@ -69,18 +68,17 @@ def pad_vocab(
 
     ui = output_options.open_console("pad-vocab", progress)
     common = _common_options(context, checkpoint, write_options, hub_options, config=config)
-    with raise_on_signal():
-        request = PadVocabRequest(
-            common,
-            multiple=multiple,
-            size=size,
-            mesh=mesh,
-            init=init,
-            seed=seed,
-            true_vocab=true_vocab,
-            match_options=tensor_options.match_options(),
-        )
-        return ui.finish(run(request, ui))
+    request = PadVocabRequest(
+        common,
+        multiple=multiple,
+        size=size,
+        mesh=mesh,
+        init=init,
+        seed=seed,
+        true_vocab=true_vocab,
+        match_options=tensor_options.match_options(),
+    )
+    return ui.finish(run(request, ui))
 
 
 @expand_option_groups
@@ -124,22 +122,21 @@ def save_init(
         context, checkpoint, write_options, hub_options, config=config, allow_overflow=allow_overflow
     )
     rules = tuple(rule or ())
-    with raise_on_signal():
-        request = SaveInitRequest(
-            common,
-            mesh=mesh,
-            rules=rules,
-            scan=scan,
-            scan_axis=scan_axis,
-            pad_vocab=pad_vocab,
-            init=init,
-            seed=seed,
-            true_vocab=true_vocab,
-            match_options=tensor_options.match_options(),
-            dtype=dtype,
-            compress=compress,
-        )
-        return ui.finish(run(request, ui))
+    request = SaveInitRequest(
+        common,
+        mesh=mesh,
+        rules=rules,
+        scan=scan,
+        scan_axis=scan_axis,
+        pad_vocab=pad_vocab,
+        init=init,
+        seed=seed,
+        true_vocab=true_vocab,
+        match_options=tensor_options.match_options(),
+        dtype=dtype,
+        compress=compress,
+    )
+    return ui.finish(run(request, ui))
 
 
 @expand_option_groups
@@ -172,18 +169,17 @@ def reshard(
 
     ui = output_options.open_console("reshard", progress)
     common = _common_options(context, checkpoint, write_options, step=step, config=config)
-    with raise_on_signal():
-        rules = tuple(rule or ())
-        request = SaveInitRequest(
-            common,
-            mesh=mesh,
-            rules=rules,
-            scan=scan,
-            scan_axis=scan_axis,
-            params_only=params_only,
-            compress=compress,
-        )
-        return ui.finish(run(request, ui))
+    rules = tuple(rule or ())
+    request = SaveInitRequest(
+        common,
+        mesh=mesh,
+        rules=rules,
+        scan=scan,
+        scan_axis=scan_axis,
+        params_only=params_only,
+        compress=compress,
+    )
+    return ui.finish(run(request, ui))
 
 
 @expand_option_groups
@@ -236,17 +232,16 @@ def export(
     common = _common_options(
         context, checkpoint, write_options, step=step, ema=ema, config=config, allow_overflow=allow_overflow
     )
-    with raise_on_signal():
-        request = ExportRequest(
-            common,
-            keep_padding=keep_padding,
-            shard_nbytes=parse_shard_size(shard_size),
-            true_vocab=true_vocab,
-            layout=layout,
-            file_format=file_format,
-            dtype=dtype,
-        )
-        return ui.finish(export_and_push(request, push, private, ui))
+    request = ExportRequest(
+        common,
+        keep_padding=keep_padding,
+        shard_nbytes=parse_shard_size(shard_size),
+        true_vocab=true_vocab,
+        layout=layout,
+        file_format=file_format,
+        dtype=dtype,
+    )
+    return ui.finish(export_and_push(request, push, private, ui))
 
 
 @expand_option_groups
@@ -284,8 +279,7 @@ def merge(
 
     ui = output_options.open_console("merge", progress)
     common = _common_options(context, base, write_options, hub_options, config=config, allow_overflow=allow_overflow)
-    with raise_on_signal():
-        return ui.finish(run(MergeRequest(adapter, common, verify=not no_verify), ui))
+    return ui.finish(run(MergeRequest(adapter, common, verify=not no_verify), ui))
 
 
 def _common_options(

@@ -17,7 +17,6 @@ from prepcli.cli.options import (
     OptionalCheckpointArgument,
     ProgressOption,
 )
-from prepcli.execution.signals import raise_on_signal
 
 
 @expand_option_groups
@@ -65,8 +64,8 @@ def verify(
         stream=hub_options.stream,
         config=config,
     )
-    with raise_on_signal():
-        return ui.finish(run(VerifyRequest(common, against=against, quick=quick, accept=(*(accept or ()),)), ui))
+    request = VerifyRequest(common, against=against, quick=quick, accept=tuple(accept or ()))
+    return ui.finish(run(request, ui))
 
 
 @expand_option_groups
@@ -175,9 +174,8 @@ def demo(
     """
     from prepcli.commands.demo import demo as run
 
-    with raise_on_signal():
-        ui = output_options.open_console("demo")
-        return ui.finish(run(out, ui))
+    ui = output_options.open_console("demo")
+    return ui.finish(run(out, ui))
 
 
 @expand_option_groups

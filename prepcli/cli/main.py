@@ -48,8 +48,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str], ui: Ui) -> int:
     try:
-        die_with_parent()
         with raise_on_signal():
+            # A signal that was blocked until now arrives here.
+            die_with_parent()
             code = app(args, prog_name="prep", standalone_mode=False, obj=tuple(args))
     except Stopped as stopped:
         error = _stopped_error(f"stopped by {stopped.signal_name}", args, STOPPED, notes_of(stopped))

@@ -8,10 +8,12 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from prepcli.console.bounded_text import shorten
 from prepcli.errors import UsageError, usage_error
 from prepcli.planning.shares import launcher_share
 
 MAX_INTEGER = (1 << 63) - 1  # of options: sizes in bytes that are computed from them stay numbers of any library
+MAX_SHOWN_DIGITS = 41
 FREE_TEXT_OPTIONS = ("prompt",)  # options whose value is free text, which may be empty
 
 
@@ -33,7 +35,7 @@ class StrictCommand(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; name the environment variable in a UsageError about an option that it sets."""
+        """Run the command. A UsageError about an option set by an environment variable names the variable."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
@@ -87,7 +89,8 @@ def _with_variable(text: str, parameter: Any) -> str:
 def _check_integer(parameter: Any, value: object) -> None:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         name = option_name(parameter)
-        raise usage_error(f"`{name} {str(value)[:40]}…` is too large", f"the limit is {MAX_INTEGER:,}")
+        digits = shorten(str(value), MAX_SHOWN_DIGITS)
+        raise usage_error(f"`{name} {digits}` is too large", f"the limit is {MAX_INTEGER:,}")
 
 
 def _has_empty(value: object) -> bool:

@@ -34,7 +34,7 @@ MAX_SHOWN = 6
 def accept_files(checkpoint: str, files: Sequence[str], ui: Ui) -> list[dict[str, Any]]:
     """Record the present bytes of files in the manifest of an output.
 
-    A removed file is taken off the record. A changed config.json replaces `config` in the manifest.
+    The record of a removed file is deleted. A changed config.json replaces `config` in the manifest.
 
     Args:
         checkpoint: A local output of prep.
@@ -94,7 +94,7 @@ def _settings_files(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:
-    """Change the record of one file, and return what changed."""
+    """Change the record of one file, and return the changes."""
     if name == MANIFEST_FILE:
         old_digest, new_digest = manifest[DIGEST_KEY], manifest_digest(manifest)
         return {"file": name, XXH3_KEY: {"old": old_digest, "new": new_digest}}
@@ -115,7 +115,7 @@ def _accept(folder: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> Collection[str]:
-    """Return the keys of a config whose values differ."""
+    """Return the keys with different values in two configs."""
     missing = object()
     return sorted(key for key in {*old, *new} if old.get(key, missing) != new.get(key, missing))
 

@@ -118,7 +118,7 @@ def open_checkpoint(
 
 
 def note_unrecorded(display_name: str, manifest: Mapping[str, Any] | None, ui: Ui) -> None:
-    """Tell the user if the manifest of a checkpoint records no digests of its settings and tokenizer."""
+    """Print a note if the manifest of a checkpoint has no digests of its settings and tokenizer."""
     if manifest and FILES_KEY not in manifest:
         ui.note(f"{display_name} was written by an earlier prep: its settings and tokenizer files are not checked")
 

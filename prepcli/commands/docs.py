@@ -53,7 +53,7 @@ def docs_folder() -> Path:
 
 
 def _find_page(name: str) -> Path:
-    """Return the path of the page that a user names, such as `train`, `how-to/train` or `docs/how-to/train.md`."""
+    """Return the path of a page by its name, such as `train`, `how-to/train` or `docs/how-to/train.md`."""
     pages = _pages()
     *folders, stem = name.removesuffix(SUFFIX).split("/")
     path = pages.get(stem)
@@ -65,14 +65,14 @@ def _find_page(name: str) -> Path:
 
 
 def _pages() -> dict[str, Path]:
-    """Return the pages by the names of their files: the pages without a section first."""
+    """Return the pages by the names of their files: pages outside of sections first, then section by section."""
     folder = docs_folder()
     paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent != folder, path))
     return {path.stem: path for path in paths}
 
 
 def _section(path: Path) -> str:
-    """Return the folder of a page; empty for the pages of no section."""
+    """Return the folder of a page. It is empty for a page outside of sections."""
     return "" if path.parent == docs_folder() else path.parent.name
 
 

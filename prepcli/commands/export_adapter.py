@@ -9,11 +9,10 @@ from prepcli.commands.conversion import PlannedConversion, format_command_line
 from prepcli.commands.tokenizer_files import adapter_tokenizer
 from prepcli.errors import PrepError
 from prepcli.formats.manifest import ADAPTER_KEYS, BASE_KEY
-from prepcli.formats.safetensors import ADAPTER_FILE
+from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_FILE
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS
 from prepcli.planning.plan import Fill, Plan, SmallFile
 from prepcli.sources.locate import LocatedCheckpoint
-from prepcli.sources.openers.peft_folder import ADAPTER_CONFIG
 from prepcli.sources.source import Source, match_source_tensors, stored_rows
 from prepcli.targets.hf_folder import header_entries, json_bytes, lay_out_weight_files
 from prepcli.targets.streams import TensorTarget, VocabResize, build_streams, dropped_state, output_rows

@@ -102,7 +102,7 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
         devices: CPU devices of each process.
 
     Raises:
-        PrepError: A process failed or was stopped; the exit code is that of the process that caused the end.
+        PrepError: A process failed or was stopped. The process that caused the end gives the exit code.
     """
     recipe = _load_recipe(request)
     check_training(_training(recipe, request), plain_hardware(processes, devices))
@@ -122,12 +122,12 @@ def launch_local(request: LaunchRequest, ui: Ui, *, processes: int, devices: int
 
 
 def _load_recipe(request: LaunchRequest) -> Recipe:
-    """Return the recipe; raise UsageError for an invalid one before it waits in a queue."""
+    """Return the recipe. Raise UsageError for an invalid one before the job waits in a queue."""
     return load_recipe(find_training_recipe(request.recipe), values_of("--set", request.train_words)).recipe
 
 
 def _training(recipe: Recipe, request: LaunchRequest) -> Training:
-    """Return what the training needs of its hardware; raise UsageError for an invalid URL of the run."""
+    """Return the needs of the training. Raise UsageError for an invalid URL of the run."""
     outputs = values_of("--out", request.train_words)
     return Training(
         mesh=parse_mesh(recipe.mesh, "mesh"),

@@ -28,7 +28,7 @@ def compile_step(
         training_plan: The plan.
         kind: Kind of the devices. For TPUs the step is compiled for a slice with the mesh's number of chips, otherwise
             for simulated CPU devices.
-        limit_s: Seconds after which the compilation is ended; None without limit.
+        limit_s: Time limit of the compilation in seconds. None means no limit.
         ui: Receives notes about the phases.
 
     Raises:

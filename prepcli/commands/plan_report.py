@@ -143,14 +143,15 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
     Args:
         search: The result of the search.
         columns: Width of the terminal; None for unlimited.
-        show_all: Whether to list all meshes that fit; else the best MAX_MESHES.
+        show_all: Whether to list all meshes that fit, and not only the best MAX_MESHES.
     """
-    lines: list[str] = []
+    table: list[str] = []
     options = search.options if show_all else search.options[:MAX_MESHES]
     if options:
         header = ("mesh", "peak", "step", "tokens/s", "MFU full", "MFU causal", "bound by")
         rows = [_option_row(option) for option in options]
-        lines.append(format_table(rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS))
+        table.append(format_table(rows, header, right_aligned=header[1:-1], width=columns, optional=OPTIONAL_COLUMNS))
+    lines: list[str] = []
     if len(options) < len(search.options):
         lines.append(f"and {len(search.options) - len(options)} slower ones that fit; `-v` lists all")
     if search.num_too_large:
@@ -159,8 +160,7 @@ def search_text(search: MeshSearch, *, columns: int | None, show_all: bool) -> s
     lines.append(CAVEAT)
     if search.options:
         lines.append(f"best: `--mesh {search.options[0].plan.mesh}`")
-    head, *rest = lines if options else ["", *lines]
-    return "\n".join([*filter(None, [head]), *(wrap_line(line, columns) for line in rest)])
+    return "\n".join([*table, *(wrap_line(line, columns) for line in lines)])
 
 
 def _option_row(option: MeshOption) -> tuple[str, ...]:

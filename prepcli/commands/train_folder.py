@@ -91,7 +91,7 @@ def hold_run(place: RunPlace, group: ProcessGroup, note: Callable[[str], None]) 
 
 
 def check_last_step(place: RunPlace, step: int) -> None:
-    """Check that a run is still at the step that this start has read, before the first change of the run.
+    """Check that the last saved step of a run has not changed since it was read, before the first write to the run.
 
     Args:
         place: Place of the run, acquired.
@@ -100,14 +100,15 @@ def check_last_step(place: RunPlace, step: int) -> None:
     Raises:
         PrepError: Another process has saved or removed steps meanwhile.
     """
-    if max(place.known_steps(), default=0) != step:
-        raise _overtaken_error(place, step)
+    # A new listing: without a lock, or after a takeover of the lock, the known steps may be out of date.
+    last_step = max(place.steps(), default=0)
+    if last_step != step:
+        raise _overtaken_error(place, step, last_step)
 
 
-def _overtaken_error(place: RunPlace, step: int) -> PrepError:
-    """Return the error for a start whose run has got to another step than the one that it has read."""
-    last_step = max(place.known_steps(), default=0)
-    what = f"{place.name} is at step {last_step}, and this start has read step {step}"
+def _overtaken_error(place: RunPlace, step: int, last_step: int) -> PrepError:
+    """Return the error for a run with another last step than the one read at the start."""
+    what = f"{place.name} is at step {last_step}, and this process has read step {step}"
     why = "another process has trained the run meanwhile; nothing was changed"
     code = STOPPED if last_step else FAILED
     return PrepError(what, why, "start again once it has ended: the run resumes from its last step", code)
@@ -115,12 +116,13 @@ def _overtaken_error(place: RunPlace, step: int) -> PrepError:
 
 @contextmanager
 def explain_removed_step(place: RunPlace, step: int) -> Iterator[None]:
-    """Replace errors of the block by that of `check_last_step` if another process has removed the step meanwhile."""
+    """Raise the error of `check_last_step` instead of an error of the block if another process removed the step."""
     try:
         yield
     except PrepError as error:
-        if step and step not in place.steps():
-            raise _overtaken_error(place, step) from error
+        steps = place.steps() if step else []
+        if step and step not in steps:
+            raise _overtaken_error(place, step, max(steps, default=0)) from error
         raise
 
 

@@ -18,7 +18,7 @@ _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS + 1},}}")
 
 
 def bounded_error(error: PrepError) -> PrepError:
-    """Return an error whose message is short, however long the values in it are.
+    """Return an error with a short message, for values of any length.
 
     The middle of long words and lines is replaced by an ellipsis. A hint keeps its words, because it may be a command
     to copy.
@@ -32,7 +32,7 @@ def bounded_error(error: PrepError) -> PrepError:
 
 
 def bounded_lines(text: str) -> str:
-    """Return a text with at most MAX_LINES lines; the others are counted."""
+    """Return a text with at most MAX_LINES lines and the number of omitted ones."""
     lines = text.split("\n")
     shown = [bounded_line(line) for line in lines[:MAX_LINES]]
     if len(lines) > MAX_LINES:

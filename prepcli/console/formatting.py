@@ -23,7 +23,7 @@ def parse_bytes(text: str, option: str) -> int:
 
     Args:
         text: The size.
-        option: The option that it belongs to, e.g. `--memory`, for messages.
+        option: Name of the option for messages, e.g. `--memory`.
 
     Returns:
         A whole number of bytes.

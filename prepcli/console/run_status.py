@@ -34,7 +34,7 @@ class RunStatus:
         phase: What the run does, such as `training` or `saving`.
         elapsed_s: Seconds since the start of this process.
         remaining_s: Estimated seconds to the last step.
-        log_step: Step of the last log line, to which the values from `losses` to `memory_nbytes` belong.
+        log_step: Step of the last log line, and so of the values from `losses` to `memory_nbytes`.
         losses: Losses of the last log lines; None if one is not finite.
         z_loss: Z-loss; None without this term.
         lr: Learning rate.

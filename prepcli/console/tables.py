@@ -1,8 +1,8 @@
 """Layout of tables: in a terminal too narrow for one, the cells that identify a row stay whole.
 
-A pipe gets all columns at full width. In a terminal without room for them, columns with one value become a line below
-the table, then columns that matter less are left out, and named below it. If that does not suffice, the first cell of a
-row has a line of its own above the remaining cells.
+A pipe gets all columns at full width. A narrow terminal gets fewer columns. Columns with one value become a line below
+the table. Then optional columns are omitted, and a line below the table names them. If the table is still too wide, the
+first cell of each row gets a separate line above the other cells.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def layout_table(columns: Sequence[Column], *, width: int | None, optional: Sequ
     Args:
         columns: The columns; the first one identifies a row.
         width: Characters of a line; None for as many as the table needs.
-        optional: Names of the columns that may be left out, the least important first.
+        optional: Names of the columns to omit if needed, the least important first.
 
     Returns:
         Lines of the table, the header first.
@@ -86,7 +86,7 @@ def _min_width(columns: Sequence[Column]) -> int:
 
 
 def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -> list[Column]:
-    """Return the columns without as many optional ones as do not fit."""
+    """Omit optional columns until the others fit, and return the rest."""
     shown = [*columns]
     for name in optional:
         if _min_width(shown) <= width:
@@ -96,7 +96,7 @@ def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -
 
 
 def _row_lines(columns: Sequence[Column], width: int | None) -> list[list[str]]:
-    """Return the lines of the header and of each row, with all cells on one line."""
+    """Return the lines of the header and of each row, with the cells side by side."""
     rest = 0 if width is None else max(0, width - _min_width(columns))
     widths = [column.width for column in columns]
     if width is not None:
@@ -125,7 +125,7 @@ def _flatten(blocks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of rows with the first cell above the remaining ones."""
+    """Return the lines of rows with the first cell above the other cells."""
     lines: list[str] = []
     for head, block in zip([first.name, *first.cells], blocks, strict=True):
         lines.append(head)
@@ -134,7 +134,7 @@ def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _notes(constant: Sequence[Column], left_out: Sequence[str], width: int) -> list[str]:
-    """Return the lines below a table: the columns with one value, and the columns without room."""
+    """Return the lines below a table: the columns with one value, and the omitted columns."""
     notes: list[str] = []
     if constant:
         values = [f"{column.name} {column.cells[0]}".rstrip() for column in constant]

@@ -262,7 +262,7 @@ def format_table(
         header: Name of each column.
         right_aligned: Names of further right-aligned columns.
         width: Width of the terminal; None for full width. No cell is shortened: see `layout_table`.
-        optional: Names of the columns that may be left out of a narrow terminal, the least important first.
+        optional: Names of the columns to omit in a narrow terminal, the least important first.
         wrapped: Names of the columns with text that may have several lines.
 
     Returns:

@@ -75,7 +75,7 @@ def _is_memory_error(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from, or while they were handled."""
+    """Yield an error, its cause or context, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

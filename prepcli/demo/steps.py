@@ -23,7 +23,7 @@ MAX_KILL_TRIES = 5  # the command may end before it is killed
 
 
 class CommandError(PrepError):
-    """A command of a step has failed; the same command shows its whole message."""
+    """A command of a step failed. Running it again shows its whole message."""
 
 
 @dataclass(frozen=True, slots=True)

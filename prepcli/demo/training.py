@@ -138,14 +138,14 @@ def _kill(folder: Path, args: Sequence[str]) -> StepOutcome:
 def _has_steps_to_lose(folder: Path) -> bool:
     """Return whether the run has a durable step, and has logged a later one.
 
-    A save runs beside the next steps, so that the durable step can be any number of steps behind.
+    Steps continue during a save: the durable step can be any number of steps behind.
     """
     saved = saved_steps(folder / KILLED)
     return bool(saved) and _last_logged_step(folder) > saved[-1]
 
 
 def _last_logged_step(folder: Path) -> int:
-    """Return the number of logged steps, which is the last one: each step is logged."""
+    """Return the last logged step. It is the number of log lines, because each step is logged."""
     return len(logged_losses(folder, KILLED))
 
 

@@ -96,7 +96,7 @@ def _blocks(value_range: Range, shape: Sequence[int]) -> Iterator[tuple[Range, R
 def _read_matrix(stream: Stream, source: RunReader, recorded_digest: str) -> np.ndarray:
     """Read a matrix as float32, and compare its bytes with the recorded digest if there is one.
 
-    The matrices pass as streams of their own too, but a resumed run does not read those again.
+    The matrices are also streams of the plan, but a resumed run does not read finished streams again.
     """
     state = xxhash.xxh3_128()
     dtype = numpy_dtype(stream.dtype)

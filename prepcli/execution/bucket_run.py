@@ -54,7 +54,7 @@ class BucketRun:
             url: URL of the run.
             local_folder: Folder of the recipe, the metrics and the tokens; another host may have another one.
             retry_policy: Time-out of requests, and the receiver of notes about retries.
-            recipe_digest: Digest of the recipe; a run with another one cannot take the lock over.
+            recipe_digest: Digest of the recipe. A run with another digest cannot take the lock over.
         """
         self.local_folder = local_folder
         self._url, self._retry_policy = url, retry_policy
@@ -139,7 +139,7 @@ class BucketRun:
     def acquire(self, note: Callable[[str], None]) -> None:
         """Lock the URL, then delete the objects of steps without a manifest, which killed processes left.
 
-        It does nothing if the URL is locked already.
+        If this process holds the lock already, the call has no effect.
 
         Raises:
             PrepError: A run with another recipe writes there, or the store does not answer.

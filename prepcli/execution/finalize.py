@@ -86,11 +86,11 @@ def finalize_output(
 
 
 def _file_records(plan: Plan, folder: Path, packed_files: Sequence[str] | None) -> dict[str, FileRecord]:
-    """Return the records of all files without tensors, and those of the headers of safetensors and msgpack files.
+    """Return the records of all files without tensors, and of the headers of safetensors and msgpack files.
 
     Args:
         plan: The plan of the output.
-        folder: Folder of the output, whose files are complete.
+        folder: Folder of the output, with complete files.
         packed_files: Names of the data files of a compressed output; None for the plan's.
     """
     headers = {} if plan.leaves else {file.path: _header_record(file) for file in plan.files}

@@ -79,7 +79,7 @@ class IntegrityChecker:
         )
 
     def _checkpoint_name(self, stream: Stream) -> str:
-        """Return the name of the checkpoint that a stream is read from: the source, or the adapter of a merge."""
+        """Return the name of a stream's checkpoint: the source, or the adapter of a merge."""
         file = self._source.byte_sources[next(read_copies(stream, stream.box)).file]
         if isinstance(file, Path) and not file.is_relative_to(self._source.root):
             return str(file.parent)

@@ -17,7 +17,7 @@ from pathlib import Path
 from prepcli.engine.files import io_error
 from prepcli.errors import PrepError
 from prepcli.execution.locks import acquire_lock
-from prepcli.execution.paths import fsync_path, is_same_file, remove_path
+from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_place import StepSave
 from prepcli.execution.staging import remove_work_folder
 from prepcli.execution.step_writer import StepWriter
@@ -27,6 +27,7 @@ from prepcli.restore.digest_checks import RECREATE_HINT
 from prepcli.restore.item_reader import ItemReader, open_reader
 from prepcli.sources.source import HF_FOLDER
 from trainer.distributed.process_group import ProcessGroup
+from trainer.files.writing import fsync_path
 from trainer.models.chunk_shapes import MIN_SPLIT_NBYTES
 
 LOCK = ".lock"
@@ -106,8 +107,8 @@ class LocalRun:
     def acquire(self, note: Callable[[str], None]) -> None:
         """Create and lock the folder, and remove files that killed processes left there.
 
-        Nothing happens if this process has acquired it already. A file system may have no locks; `note` then gets a
-        warning.
+        If this process has acquired it already, the call has no effect. On a file system without locks, `note` gets
+        a warning.
 
         Raises:
             PrepError: Another process holds the run.
@@ -125,7 +126,7 @@ class LocalRun:
         self._remove_leftovers()
 
     def _lock_folder(self) -> int:
-        """Create and lock the folder; return the descriptor that holds the lock.
+        """Create and lock the folder, and return the descriptor of the lock.
 
         Another start that fails may remove the folder after this process has opened the lock file.
         """
@@ -163,9 +164,9 @@ class LocalRun:
         self._lock, self._is_acquired = -1, False
 
     def leave(self) -> None:
-        """Release the lock after an error, unless a step is still written; remove what an unbegun run has.
+        """Release the lock after an error, unless a step is still being written. Remove the files of an unbegun run.
 
-        Other processes may write their shares of that step, and the lock then ends with this process.
+        Other processes may still write their shares of that step. The lock then ends with this process.
         """
         self._remove_unbegun()
         if not self._is_writing:

@@ -15,15 +15,6 @@ def remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def fsync_path(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def is_same_file(file_stat: os.stat_result, path: Path) -> bool:
     """Return whether a path leads to the file or folder of the stat result."""
     try:

@@ -93,9 +93,9 @@ class RunPlace(Protocol):
         ...
 
     def acquire(self, note: Callable[[str], None]) -> None:
-        """Lock the run if possible, and remove what killed processes left; process 0 alone calls it.
+        """Lock the run if possible, and remove leftovers of killed processes. Only process 0 calls it.
 
-        A second call does nothing in a place with locks.
+        A second call has no effect in a place with locks.
         """
         ...
 
@@ -104,7 +104,7 @@ class RunPlace(Protocol):
         ...
 
     def leave(self) -> None:
-        """Release the lock after an error; remove what `acquire` created if the run has neither a recipe nor steps."""
+        """Release the lock after an error. Remove the folders of `acquire` if the run has no recipe and no steps."""
         ...
 
     def write_step(self, save: StepSave) -> None:

@@ -26,11 +26,11 @@ from prepcli.execution.locks import (
     has_shared_holders,
     is_locked,
 )
-from prepcli.execution.paths import fsync_path, is_same_file, remove_path
+from prepcli.execution.paths import is_same_file, remove_path
 from prepcli.execution.run_notes import read_note, write_note
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.shares import SINGLE_PROCESS, Division, Share
-from trainer.files.writing import MAX_NAME_NBYTES
+from trainer.files.writing import MAX_NAME_NBYTES, fsync_path
 
 WORK_FOLDER = ".prep"
 RUN_FILE = "run.json"  # identity of the run

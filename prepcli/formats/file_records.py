@@ -58,7 +58,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], names: Collection[str
     Args:
         folder: Folder of the manifest.
         manifest: The manifest; one of an earlier version of prep lists no files.
-        names: Check only those of the listed files.
+        names: Names of the listed files to check. None checks all.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.

@@ -18,8 +18,9 @@ from prepcli.formats.untrusted import list_folder
 from prepcli.planning.tensors import itemsize
 
 METADATA_FILE = "_METADATA"
-CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}  # of an item, a conversion and a run
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
+# Of an item, a conversion and a run. The modules that define the last two names import this one.
+CHECKPOINT_FILES = {METADATA_FILE, "prep-manifest.json", "recipe.toml"}
+READABLE_SUFFIXES = {".safetensors", ".bin", ".msgpack", ".pt", ".pth"}
 STRINGS_FILE = "_strings.json"
 ZARR_TYPESTRS = {
     "bool": "|b1", "int8": "|i1", "uint8": "|u1",
@@ -111,8 +112,8 @@ def find_item(path: Path) -> Path | None:
 def _find_item_of_step(step: Path) -> Path | None:
     """Return the item of a step folder.
 
-    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). An item
-    beside checkpoints of other formats is not taken: the folder is one of several models.
+    The names that Orbax uses come first, then the only item, then `params` next to an optimizer state (redco). A
+    folder with an item and checkpoints of other formats holds several models, and no item is chosen.
     """
     candidates = [step, step / "default", step / "state", step / "items"]
     if default_item := next((item for item in candidates if (item / METADATA_FILE).is_file()), None):
@@ -126,7 +127,7 @@ def _find_item_of_step(step: Path) -> Path | None:
 
 
 def list_checkpoint_folders(path: Path) -> list[Path]:
-    """Return the subfolders of a folder that hold weights of any format or were written by prep, without steps."""
+    """Return the subfolders with weights of any format or with files of prep. Steps are omitted."""
     children = [child for child in _list_subfolders(path) if not child.name.isdigit()]
     return [child for child in children if not child.name.startswith(".") and _is_checkpoint(child)]
 
@@ -138,7 +139,7 @@ def _is_checkpoint(folder: Path) -> bool:
         names = os.listdir(folder)
     except OSError:  # a folder of someone else
         return False
-    return any(name in CHECKPOINT_FILES or Path(name).suffix in WEIGHT_SUFFIXES for name in names)
+    return any(name in CHECKPOINT_FILES or Path(name).suffix in READABLE_SUFFIXES for name in names)
 
 
 def _list_subfolders(path: Path) -> list[Path]:

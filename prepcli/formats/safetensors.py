@@ -29,7 +29,7 @@ from prepcli.planning.tensors import FileTensor, array_bits
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
 ADAPTER_HINT = "`prep merge ADAPTER BASE` adds a LoRA adapter to its base; PEFT's `merge_and_unload()` merges others"
 SUFFIX = "safetensors"
 METADATA_KEY = "__metadata__"

@@ -166,7 +166,7 @@ def _read_safetensors(path: Path, display_name: str) -> CheckpointContents:
 
 
 def _read_adapter(path: Path, display_name: str) -> CheckpointContents:
-    """Read an adapter of PEFT. One with settings that are not supported can be shown, but not merged."""
+    """Read an adapter of PEFT. Adapters with unsupported settings can be shown, but not merged."""
     from prepcli.sources.openers.peft_settings import read_settings
 
     header = read_header(path)
@@ -393,7 +393,7 @@ def _count_parameters(family: Family, contents: CheckpointContents) -> int:
 
 
 def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the family's tensors that the leaves of another library's tree hold, by bare name."""
+    """Return the shapes of the family's tensors in another library's tree, by bare name."""
     leaves = {
         entry.name: StoredLeaf(entry.shape, entry.dtype, tuple(max(1, n) for n in entry.shape), _no_placement)
         for entry in contents.entries
@@ -403,7 +403,7 @@ def _shapes_of_tree(family: Family, contents: CheckpointContents) -> dict[str, t
 
 
 def _no_placement(piece: LeafPiece) -> StridedPlacement:
-    """Return the placement of a chunk that is not read."""
+    """Return a placeholder: only the shape of the chunk is used."""
     zeros = (0,) * len(piece.grid.shape)
     return StridedPlacement(0, 0, zeros, zeros)
 

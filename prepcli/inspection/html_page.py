@@ -53,7 +53,7 @@ def write_html_page(path: Path, title: str, body: Iterable[str], *, style: str =
 
 
 def check_page_path(path: Path) -> None:
-    """Check that a page may be written, before the work for its content.
+    """Check that `write_html_page` may write a page. Call it before computing the content.
 
     Raises:
         PrepError: The path is a link, is not a regular file, or is a file other than a page of prep.

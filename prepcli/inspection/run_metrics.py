@@ -81,7 +81,7 @@ def _value(point: Point) -> float:
 
 
 class EvenSample(Generic[T]):
-    """At most `capacity` items of a sequence at equal distances, from the first on; all items of a short one."""
+    """At most `capacity` items of a sequence, evenly spaced from the first item. A short sequence is kept whole."""
 
     def __init__(self, capacity: int) -> None:
         """Create an empty sample.
@@ -132,7 +132,7 @@ class RunMetrics:
         return metrics
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line; values that are not finite numbers are missing ones, and a line with such a step is ignored."""
+        """Add a line. Values other than finite numbers are ignored, and so is a line without a finite step."""
         step = line["step"]
         if not is_number(step):
             return
@@ -150,7 +150,7 @@ class RunMetrics:
             self._add_loss(line["eval_loss"], line.get("eval_tokens"))
 
     def points(self, name: str) -> list[Point]:
-        """Return (step, value) of the lines with a finite number of this name; extremes of many."""
+        """Return (step, value) pairs of a name. Long curves keep only the extremes of each bucket."""
         curve = self.curves.get(name)
         return curve.points() if curve else []
 

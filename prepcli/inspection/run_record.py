@@ -59,7 +59,7 @@ class RunRecord:
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
-        samples: Texts that it generated, in the order of steps: of many, evenly spaced ones and the last of a prompt.
+        samples: Generated texts in the order of steps. Of many texts, evenly spaced ones and the last one of each prompt.
         sample_counts: Number of all texts by prompt.
         notes: Messages about parts of the files that were not read.
     """
@@ -123,7 +123,7 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _read_samples(lines: Iterable[Mapping[str, Any]]) -> tuple[tuple[SavedSample, ...], dict[str, int]]:
-    """Return the samples of a file, and their number by prompt; lines without a prompt and a text are ignored."""
+    """Return the samples of a file, and their number by prompt. Lines without a prompt and a text are ignored."""
     kept: dict[str, EvenSample[tuple[int, SavedSample]]] = {}
     last: dict[str, tuple[int, SavedSample]] = {}
     for number, line in enumerate(lines):

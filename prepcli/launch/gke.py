@@ -30,7 +30,7 @@ class GkeOptions:
 
     Attributes:
         image: Container image with prep.
-        nodes: Number of pods of all slices, each on a node of its own.
+        nodes: Number of pods of all slices, one per node.
         devices_per_node: GPUs or TPU chips of each pod.
         accelerator: Label of the nodes: a GPU such as `nvidia-h100-80gb`, or a TPU such as `tpu-v5p-slice`.
         topology: Topology of a TPU slice, such as `4x4x8`.
@@ -128,7 +128,7 @@ def _pod(job: LaunchJob, options: GkeOptions, num_jobs: int) -> dict[str, Yaml]:
 
 
 def _one_pod_per_node(job: LaunchJob) -> dict[str, Yaml]:
-    """Return the affinity that keeps pods of a job off a node that has one; a pod may request part of its GPUs."""
+    """Return the anti-affinity of a job's pods. Without it, pods that request part of a node's GPUs share a node."""
     term: dict[str, Yaml] = {
         "labelSelector": {"matchLabels": {JOB_SET_KEY: job.name}},
         "topologyKey": "kubernetes.io/hostname",

@@ -1,7 +1,7 @@
-"""The devices that a job asks for, and whether a training can run on them. Pure, no I/O.
+"""Check that a training can run on the devices of a job. Pure, no I/O.
 
-A job that cannot run is refused before anything is allocated: otherwise it waits in a queue, and fails when all hosts
-have met.
+A job with a wrong mesh would wait in a queue and fail after all hosts have connected. It is refused before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from prepcli.planning.process_files import MAX_PROCESSES
 from trainer.models.mesh import Mesh, resolve_mesh
 from trainer.models.slices import DCN_KEY, SliceCounts, check_slices, num_slices
 from trainer.models.suggest import did_you_mean
-from trainer.planning.tpu_topologies import TPU_GENERATIONS, TpuGeneration, nearest_sizes, num_chips
+from trainer.planning.tpu_topologies import HOST_CHIPS, TPU_GENERATIONS, TpuGeneration, nearest_sizes, num_chips
 
-_HOST_CHIPS = 4  # of a TPU VM of a slice with several hosts
 _MAX_HOST_CHIPS = 8  # of a v5e or v6e with one host
 MAX_DIGITS = 6  # of the number of an accelerator type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a training needs of its hardware.
+    """Requirements of a training on its hardware.
 
     Attributes:
         mesh: The mesh; one axis may be open.
         slices: Number of slices along each axis.
-        num_processes: Number of processes that the recipe names; None for that of the job.
-        local_devices: Number of devices that each process uses; None for all of its node.
+        num_processes: Number of processes in the recipe. None means one per node of the job.
+        local_devices: Number of devices per process. None means all devices of its node.
         is_in_bucket: Whether the run is saved to an object store.
     """
 
@@ -52,13 +51,13 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The devices of a job, which has one process per node.
+    """The devices of a job with one process per node.
 
     Attributes:
         name: The hardware as the user named it.
         nodes: Number of nodes.
         node_devices: Number of devices in JAX of each node; None if it is unknown.
-        max_slices: Largest number of slices that the job can have; None without limit.
+        max_slices: Largest possible number of slices. None means no limit.
         fitting: Options that fit the mesh; empty if there are none.
     """
 
@@ -148,7 +147,7 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
         hints = [f"`--accelerator {prefix}-{size}`" for size in nearest_sizes(number_of_type, types)]
         why = f"no slice of {generation.name} has this size"
         raise usage_error(f"`--accelerator {accelerator}` is invalid", why, " or ".join(hints))
-    hosts = 1 if _has_one_host(generation, chips) else chips // _HOST_CHIPS
+    hosts = 1 if _has_one_host(generation, chips) else chips // HOST_CHIPS
     return Hardware(
         name=f"{accelerator} with {chips} chips",
         nodes=hosts,
@@ -161,11 +160,12 @@ def tpu_vm_hardware(accelerator: str, training: Training) -> Hardware | None:
 def _has_one_host(generation: TpuGeneration, chips: int) -> bool:
     """Return whether a TPU VM with a number of chips is one machine."""
     has_large_hosts = not generation.has_boxes and generation.devices_per_chip == 1
-    return chips <= (_MAX_HOST_CHIPS if has_large_hosts else _HOST_CHIPS)
+    max_chips = _MAX_HOST_CHIPS if has_large_hosts else HOST_CHIPS
+    return chips <= max_chips
 
 
 def _fitting_type(generation: TpuGeneration, num_devices: int | None) -> str:
-    """Return the option for the accelerator type with a number of devices; empty if there is none."""
+    """Return the option for the accelerator type with a number of devices, or an empty text."""
     chips = _chips_of(generation, num_devices)
     if chips is None or not generation.has_size(chips):
         return ""
@@ -180,7 +180,7 @@ def gke_hardware(options: GkeOptions, training: Training) -> Hardware:
         training: The training, for the number of slices and the hints.
 
     Raises:
-        UsageError: An option is missing without which the pods get no devices, or the options contradict each other.
+        UsageError: An option is missing, and the pods would get no devices, or the options contradict each other.
     """
     generation = _gke_generation(options.accelerator)
     if generation is None:
@@ -245,13 +245,13 @@ def _tpu_pod_hardware(options: GkeOptions, generation: TpuGeneration, training: 
 
 
 def _fitting_shape(generation: TpuGeneration, num_devices: int | None) -> str:
-    """Return the slice with a number of devices; empty if there is none."""
+    """Return the slice with a number of devices, or an empty text."""
     chips = _chips_of(generation, num_devices)
     return next((shape for shape in generation.slices if num_chips(shape) == chips), "")
 
 
 def _chips_of(generation: TpuGeneration, num_devices: int | None) -> int | None:
-    """Return the number of chips with a number of devices; None if a chip would be shared."""
+    """Return the number of chips of a number of devices. None means that a chip would be shared."""
     if num_devices is None or num_devices % generation.devices_per_chip:
         return None
     return num_devices // generation.devices_per_chip

@@ -90,7 +90,7 @@ class ProcessWatcher:
         processes: The processes, started with pipes.
         on_line: Receives each line of stderr with the index of its process.
         poll_signal: Returns the name of a signal for the processes, empty if there is none.
-        grace_s: Seconds that the other processes have to end after the first one has failed or was stopped.
+        grace_s: Seconds between the first failure or stop and the kill of the remaining processes.
     """
 
     processes: Sequence[subprocess.Popen[str]]
@@ -108,7 +108,7 @@ class ProcessWatcher:
         """Wait until all processes have ended, and return the stdout of process 0.
 
         Raises:
-            PrepError: A process failed or was stopped. The one that caused the others to end determines the exit code.
+            PrepError: A process failed or was stopped. The first cause determines the exit code.
         """
         readers = [thread for index in range(len(self.processes)) for thread in self._start_readers(index)]
         try:
@@ -163,9 +163,9 @@ class ProcessWatcher:
                 process.send_signal(signal.Signals[name])
 
     def _note_ends(self) -> None:
-        """Record the processes that have ended; the first failure sets the deadline of the others.
+        """Record ended processes. The first failure sets the deadline of the remaining ones.
 
-        They may wait for the failed process forever, or until the watchdog notices that its heartbeat is missing.
+        They may wait for the failed process forever, or until the watchdog misses its heartbeat.
         """
         for index, process in enumerate(self.processes):
             returncode = process.poll()
@@ -185,10 +185,10 @@ class ProcessWatcher:
         return bool(self._forwarded) and self._returncodes[index] == -signal.Signals[self._forwarded]
 
     def _rank(self, index: int) -> int:
-        """Return the rank of a failure as the cause of the others; the lowest is the cause.
+        """Return the rank of a failure. The failure with the lowest rank is the cause of the other ones.
 
-        Several processes may have ended between two polls, so the order of their ends is unknown. A process that was
-        killed reports nothing, and JAX aborts or stops those that lost it.
+        Several processes may have ended between two polls, so the order of their ends is unknown. A killed process
+        reports no error. JAX then aborts or stops its peers.
         """
         returncode = self._returncodes[index]
         if self._is_lost(index):
@@ -196,9 +196,9 @@ class ProcessWatcher:
         return 3 if self._code(index) in (STOPPED, INTERRUPTED) else 2
 
     def _code(self, index: int) -> int:
-        """Return the exit code of `prep` for a process that has ended.
+        """Return the exit code of `prep` for an ended process.
 
-        A process that a signal killed counts as stopped: the same command resumes the run.
+        A process killed by a signal counts as stopped: the same command resumes the run.
         """
         returncode = self._returncodes[index]
         if returncode >= 0:

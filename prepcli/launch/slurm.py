@@ -55,7 +55,7 @@ def slurm_script(job: LaunchJob, options: SlurmOptions, *, heartbeat_timeout_s: 
     Args:
         job: The training.
         options: Options of the job.
-        heartbeat_timeout_s: Seconds after which the processes notice that one is lost.
+        heartbeat_timeout_s: Seconds until the processes notice a lost one.
     """
     _check_options(options)
     return script(

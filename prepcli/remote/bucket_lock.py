@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from types import TracebackType
 
@@ -36,6 +36,7 @@ from prepcli.remote.conditional_objects import (
 from prepcli.remote.object_store import Bucket
 from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import ignore_note
+from trainer.files.json_values import load_json
 
 RENEW_S = 30.0
 STALE_S = 300.0  # without a renewal, until another plan takes the lock over
@@ -51,9 +52,9 @@ class LockOwner:
     Attributes:
         host: Its host.
         process: Its process id.
-        plan: Digest of the plan that it carries out.
+        plan: Digest of its plan.
         token: Random text of this holder, so that two holders on one host differ.
-        renewals: Number of renewals; each one gives the object another ETag.
+        renewals: Number of renewals. Each renewal gives the object another ETag.
     """
 
     host: str
@@ -72,15 +73,19 @@ class LockOwner:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> LockOwner:
-        """Return the owner that a lock object names; an unknown one if the object is malformed."""
+        """Return the owner in a lock object. A malformed object gives an unknown owner."""
         try:
-            fields = json.loads(content)
-            return cls(*(kind(fields[name]) for name, kind in _FIELD_TYPES.items()))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return cls("an unknown host", 0, "", "")
+            values = load_json(content)
+            owner = cls(**{field.name: values[field.name] for field in fields(cls)})
+        except (ValueError, TypeError, KeyError):
+            return UNKNOWN_OWNER
+        texts = (owner.host, owner.plan, owner.token)
+        numbers = (owner.process, owner.renewals)
+        is_valid = all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+        return owner if is_valid else UNKNOWN_OWNER
 
 
-_FIELD_TYPES = {"host": str, "process": int, "plan": str, "token": str, "renewals": int}
+UNKNOWN_OWNER = LockOwner("an unknown host", 0, "", "")
 
 
 def lock_owner(bucket: Bucket) -> LockOwner | None:
@@ -99,7 +104,7 @@ class BucketLock:
     def __init__(
         self, bucket: Bucket, plan_digest: str, *, note: Callable[[str], object] = ignore_note, renew_s: float = RENEW_S
     ) -> None:
-        """Create a lock that is not held.
+        """Create a free lock.
 
         Args:
             bucket: Client of the URL to lock.
@@ -161,16 +166,11 @@ class BucketLock:
         owner = LockOwner.from_bytes(found.content)
         if owner.token == self._owner.token:
             return found.version  # an earlier request of this process arrived, and its answer was lost
-        if owner.plan != self._owner.plan and self._age(found) < timedelta(seconds=STALE_S):
-            raise locked_error(self._bucket, owner)
+        _check_available(self._bucket, found, self._owner.plan)
         return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), found.version)
 
-    def _age(self, found: SmallObject) -> timedelta:
-        """Return the time since the last renewal of a lock object, by the clock of the store."""
-        return _store_time(self._bucket) - found.modified
-
     def check(self) -> None:
-        """Check that this process still holds the lock; call it before an output becomes visible.
+        """Check that this process still holds the lock. Call it before an output becomes visible.
 
         Raises:
             PrepError: Another process has taken the lock over, or the store does not answer.
@@ -192,7 +192,7 @@ class BucketLock:
                 self._renew()
 
     def _renew(self) -> None:
-        """Rewrite the lock object; record its new owner if this process does not hold it any more."""
+        """Rewrite the lock object. Record its new owner if this process no longer holds it."""
         with self._mutex:
             if self._version is None or self._new_owner is not None or self._released.is_set():
                 return
@@ -232,10 +232,17 @@ class BucketLock:
 def check_lock(bucket: Bucket, plan_digest: str) -> None:
     """Raise PrepError if a process with another plan holds a URL's lock."""
     found = read_object(bucket, LOCK_FILE, MAX_NBYTES)
-    if found is None:
-        return
+    if found is not None:
+        _check_available(bucket, found, plan_digest)
+
+
+def _check_available(bucket: Bucket, found: SmallObject, plan_digest: str) -> None:
+    """Raise PrepError for the lock object of another plan, unless it is stale by the clock of the store."""
     owner = LockOwner.from_bytes(found.content)
-    if owner.plan != plan_digest and _store_time(bucket) - found.modified < timedelta(seconds=STALE_S):
+    if owner.plan == plan_digest:
+        return
+    age = _store_time(bucket) - found.modified
+    if age < timedelta(seconds=STALE_S):
         raise locked_error(bucket, owner)
 
 
@@ -247,7 +254,7 @@ def locked_error(bucket: Bucket, owner: LockOwner) -> PrepError:
 
 
 def _store_time(bucket: Bucket) -> datetime:
-    """Return the time of the store: that of an object which is written now."""
+    """Return the current time of the store: write an object, and read its modification time."""
     path = f"{LOCK_FILE}-time-{secrets.token_hex(8)}"
     create_object(bucket, path, b"\n")
     try:

@@ -1,7 +1,7 @@
-"""Small objects that are written only if nobody else has written them meanwhile.
+"""Conditional writes of small objects: a write fails if another process has written the object meanwhile.
 
-Stores compare the version of an object with that of the request: S3 its ETag, GCS its generation. Such a write is
-atomic, so that one of several writers succeeds.
+The store compares the version in the request with the object's version: the ETag on S3, the generation on GCS. The
+write is atomic, so that one of several writers succeeds.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read_object(bucket: Bucket, path: str, max_nbytes: int) -> SmallObject | Non
     Args:
         bucket: Client of the store.
         path: Path of the object below the URL.
-        max_nbytes: Number of bytes that are read at most.
+        max_nbytes: Maximum number of bytes to read.
 
     Raises:
         PrepError: The store does not answer, or access is denied.

@@ -104,7 +104,7 @@ def _tables(metadata: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _text(value: object) -> str:
-    """Return a scalar of YAML as text; empty for others, which as text can be far larger than in their file."""
+    """Return a YAML scalar as text, and an empty text for other values: aliases can make them very large."""
     return str(value) if isinstance(value, str | int | float) else ""
 
 
@@ -141,8 +141,8 @@ def _listed_splits(data_files: Any, names: Sequence[str], folder: str) -> Splits
 def matches(name: str, pattern: str) -> bool:
     """Return whether the path of a file, or of a folder above it, matches a glob; only `**` spans folders.
 
-    The pattern comes from an untrusted file. The time is the product of both lengths; a regular expression with many
-    wildcards can take exponential time.
+    The pattern comes from an untrusted file. The time is the product of both lengths. A regular expression with many
+    wildcards could take exponential time.
     """
     parts = WILDCARD_OR_CHARACTER.findall(pattern.strip("/"))
     positions = _with_next({0}, parts)
@@ -154,7 +154,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _with_next(positions: set[int], parts: Sequence[str]) -> set[int]:
-    """Return positions in a pattern, and the positions after wildcards that match nothing."""
+    """Return positions in a pattern, and the positions after wildcards with an empty match."""
     reached: set[int] = set()
     for start in positions:
         position = start

@@ -89,10 +89,10 @@ class RangeReader(Protocol):
 
 
 def file_changed_error(reader: RangeReader, file: RemoteFile, why: str) -> PrepError:
-    """Return the error for a file whose content is not the listed one.
+    """Return the error for a file with other content than listed.
 
-    The hint names no `--restart`, with which a training run deletes its steps. A conversion asks for it in its next
-    run, which has another plan.
+    The hint does not name `--restart`: a training run would delete its steps. The next start of a conversion has
+    another plan, and names the option itself.
     """
     return PrepError(f"{file.path} changed while it was read", f"in {reader.name}: {why}", RERUN_HINT)
 

@@ -15,14 +15,13 @@ from prepcli.formats.flax_folder import detect_msgpack_kind
 from prepcli.formats.msgpack import sniff_msgpack_kind
 from prepcli.formats.orbax import METADATA_FILE, list_checkpoint_folders
 from prepcli.formats.run_steps import is_begun_run, no_step_error
-from prepcli.formats.safetensors import ADAPTER_HINT, select_safetensors_files
+from prepcli.formats.safetensors import ADAPTER_CONFIG, ADAPTER_HINT, select_safetensors_files
 from prepcli.formats.torch_files import SUFFIXES, TRAINING_FILE_PATTERNS, detect_torch_kind, select_model_files
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES
 from prepcli.sources.folders import Folder, Kind, LocalFolder
 from prepcli.sources.source_hints import CONFIG
 from trainer.files.json_values import load_json
 
-ADAPTER_CONFIG = "adapter_config.json"
 MAX_LISTED = 6
 MAX_ITEM_DEPTH = 2  # folders above the metadata file of an Orbax item: its step and the item itself
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
@@ -197,7 +196,7 @@ def _find_quantisation(config: Any) -> str:
 
 
 def _several_checkpoints_error(folder: Folder) -> PrepError | None:
-    """Return the error for a local folder that holds several checkpoints in folders of their own; None for others."""
+    """Return the error for a local folder with several checkpoints in subfolders, or None."""
     subfolders = list_checkpoint_folders(folder.path) if isinstance(folder, LocalFolder) else []
     if len(subfolders) < 2:
         return None

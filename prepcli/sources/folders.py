@@ -25,7 +25,7 @@ class Access:
         offline: Use only local files and the hub's cache.
         stream: Read tensors of a hub model remotely instead of downloading it.
         allow_urls: Accept object store URLs; their tensors are read remotely.
-        allow_adapters: Accept adapters of PEFT, which are no models.
+        allow_adapters: Accept adapters of PEFT. They are not complete models.
         progress: Receives the progress of a download.
         warn: Called with a warning if the hub is unreachable and a cached model is used.
         retry_policy: Time-out and retries of each request.

@@ -56,7 +56,7 @@ def check_local_files(local_files: LocalFiles, names: Collection[str] | None = N
 
     Args:
         local_files: The files.
-        names: Check only those of the listed files.
+        names: Names of the listed files to check. None checks all.
 
     Raises:
         DamagedError: A file differs from its record, or does not exist.

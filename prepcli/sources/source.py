@@ -13,6 +13,7 @@ from prepcli.engine.blobs import Blob
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats import safetensors
 from prepcli.formats.manifest import KEYS_BY_KIND, MANIFEST_FILE
+from prepcli.formats.orbax import READABLE_SUFFIXES
 from prepcli.formats.untrusted import BROKEN_CONFIG_HINT, MAX_CONFIG_NBYTES, read_small_file
 from prepcli.planning.accounting import Accounting, MatchOptions, TensorInfo, TensorNames, match_tensors
 from prepcli.planning.plan import DroppedTensor, Locations, SourceFile
@@ -28,7 +29,7 @@ from trainer.models.parameters import Family, HFConfig, parameter_rows
 CONFIG = "config.json"
 HF_FOLDER = "hf"  # in an init checkpoint: config, tokenizer and the other files of the model
 INDEX_FILES = (safetensors.INDEX_FILE, "pytorch_model.bin.index.json")
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf", ".onnx", ".ot", ".npz"}
+WEIGHT_SUFFIXES = {*READABLE_SUFFIXES, ".h5", ".gguf", ".onnx", ".ot", ".npz"}
 
 
 @dataclass(frozen=True, slots=True)

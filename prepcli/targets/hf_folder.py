@@ -57,7 +57,7 @@ def copied_files(
     Args:
         paths: The files.
         root: Folder of the checkpoint.
-        manifest: Manifest in `root`, if any: copies of files that it lists are compared with their records.
+        manifest: Manifest in `root`, if any. Copies of listed files are compared with their records.
         path_prefix: Put before the names in the output.
 
     Raises:

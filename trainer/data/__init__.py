@@ -13,7 +13,7 @@ The parts, in the order in which data passes through them:
    threads, and `fill_store` passes the documents to the writer of a store.
 6. `store_writer` writes them to a token store, which has another name until it is complete; `store` reads it. A store
    serves all sequence lengths and batch sizes. `store_journal` records what an incomplete one holds, so that a later
-   run continues it. `document_rows` stores beside it which documents each row has.
+   run continues it. `document_rows` stores the documents of each row in the folder of the store.
 7. `tokenize` connects these parts and looks in the cache first. The identity of a store is a digest of everything that
    changes its bytes.
 8. `packing`, `packed_documents`, `seq2seq` and `span_corruption` are datasets: they return any rows of a store as

@@ -1,7 +1,7 @@
-"""A Jinja sandbox for chat templates, with limits of work and sizes, and without chance.
+"""A Jinja sandbox for chat templates: deterministic, with limits of work and sizes.
 
-Templates decide what is possible in Python by operators, methods of values, filters and calls. Each of these passes a
-check here before it makes a value. Methods and filters that no check covers are not available.
+A template computes by operators, methods of values, filters and calls. Each of them is checked before it creates a
+value. Methods and filters without a check are not available.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters[CONCAT] = lambda parts: "".join(map(str, parts))
 
     def compile_template(self, text: str) -> Template:
-        """Compile a template whose loops and containers are counted.
+        """Compile a template with counted loops and containers.
 
         Raises:
             Exception: The text is not a template. Jinja and Python raise errors of many types.
@@ -121,7 +121,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(value)
         def limited(*arguments: Any, **named: Any) -> str:
             if value.__name__ == "format_map":
-                (named,), arguments = arguments, ()
+                (named,) = arguments
+                arguments = ()
             self.limits.check_fields(template, [*arguments, *named.values()])
             return self.limits.measured(type(template)(formatter.vformat(template, arguments, named)))
 
@@ -139,7 +140,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, LoopContext) and args:
             args = (CountedSteps(args[0], __self.limits), *args[1:])
         elif isinstance(__obj, types.BuiltinMethodType | types.MethodType):
-            # `join` would take the items of a generator unseen.
+            # `join` would consume a generator without counting its items.
             args = tuple(__self.limits.listed(value) if isinstance(value, Iterator) else value for value in args)
             __self._check_method(__obj, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
@@ -149,7 +150,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def _check_method(
         self, function: types.BuiltinMethodType | types.MethodType, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
-        """Check the result of a method of a value; raise SecurityError for a method that is not available."""
+        """Check the result of a method of a value. Raise SecurityError for an unavailable method."""
         owner, name = function.__self__, function.__name__
         kind = next((kind for kind in METHODS if isinstance(owner, kind)), None)
         if kind is None:
@@ -171,7 +172,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return CountedSteps(items, self.limits)
 
     def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that checks its result, and counts what it reads and makes."""
+        """Return a filter with a check of its result. It counts the characters of its input and of its result."""
         has_context = hasattr(function, "jinja_pass_arg")
         check = CHECKS.get(name)
 
@@ -194,7 +195,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _LimitedFields:
-    """Fields of `str.format` whose widths are checked after fields in them have been replaced."""
+    """Fields of `str.format`. Their widths are checked after nested fields are replaced."""
 
     _env: ChatEnvironment
 
@@ -212,7 +213,7 @@ class _EscapeFormatter(_LimitedFields, SandboxedEscapeFormatter):
 
 
 def _counted(node: nodes.Node) -> nodes.Node:
-    """Put the filters that count into a syntax tree."""
+    """Insert the counting filters into a syntax tree."""
     for name, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             setattr(node, name, _counted(value))

@@ -1,8 +1,8 @@
-"""Limits of work and of sizes for a template that is not trusted.
+"""Limits of work and of sizes for an untrusted template.
 
-A template is a program. A clock would stop a good one on a slow machine, so that its work is counted instead: the steps
-of loops, calls and filters, and the characters that they make. Each value has a limit too. Together they bound time
-and memory by the size of the messages.
+A template is a program. A time limit would stop valid templates on a slow machine, so the work is counted instead: the
+steps of loops, calls and filters, and the characters of their results. The size of each value is limited too. Both
+limits grow with the size of the messages. Together they bound time and memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpaqueNamespace(Namespace):
 
 
 class RenderLimits:
-    """The work that one rendering may still do, and the largest size of a value."""
+    """The remaining work of one rendering, and the largest size of a value."""
 
     def __init__(self) -> None:
         self._work_left, self.max_size = BASE_WORK, BASE_SIZE
@@ -74,15 +74,15 @@ class RenderLimits:
             raise TemplateLimitError(f"it makes an integer of {num_bits:.3g} bits, the limit is {MAX_INT_BITS:,}")
 
     def measured(self, value: Any) -> Any:
-        """Return a value that was made; raise TemplateLimitError if it is too large."""
+        """Count a new value and return it. Raise TemplateLimitError if it is too large."""
         self.spend(self.size(value))
         return value
 
     def size(self, value: Any) -> int:
-        """Return the characters of a value with all that it contains, repeated parts counted each time.
+        """Return the characters of a value and of its elements. Repeated parts count each time.
 
-        Every container passes here when it is made. No value is therefore larger than the limit, and texts and
-        comparisons of values take bounded time.
+        Every new container is measured. No value is therefore larger than the limit, and converting values to text
+        and comparing them take bounded time.
 
         Raises:
             TemplateLimitError: The value is too large.
@@ -125,7 +125,7 @@ class RenderLimits:
             self.check_repeated(left, right)
 
     def check_repeated(self, value: Any, count: int) -> None:
-        """Check the size of a value that is repeated."""
+        """Check the size of a repeated value."""
         self.check(self.size(value) * max(0, count))
 
     def check_sum(self, left: Any, right: Any) -> None:
@@ -136,7 +136,7 @@ class RenderLimits:
             self.check(self.size(left) + self.size(right))
 
     def check_percent(self, template: str, values: Any) -> None:
-        """Check the result of `template % values`: widths, and values that are used several times."""
+        """Check the result of `template % values`: widths, and repeated values."""
         size, num_fields = len(template), 0
         for name, width, precision in PERCENT_FIELD.findall(template):
             num_fields += bool(name)
@@ -147,7 +147,7 @@ class RenderLimits:
         self.check(size + max(1, num_fields) * self.size(values))
 
     def check_fields(self, template: str, values: Sequence[Any]) -> None:
-        """Check the result of `template.format(*values)`, without widths: `check_field` checks those."""
+        """Check the result of `template.format(*values)` except its widths: see `check_field`."""
         num_fields = template.count("{")
         is_each_used_once = num_fields == template.count("{}")
         repeats = 1 if is_each_used_once else num_fields
@@ -215,7 +215,8 @@ class RenderLimits:
 
 
 def _wide_field_error(number: str) -> TemplateLimitError:
-    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is 9999")
+    limit = 10**MAX_WIDTH_DIGITS - 1
+    return TemplateLimitError(f"a format has the width or precision {number:.20}, the limit is {limit}")
 
 
 class CountedSteps:

@@ -182,7 +182,7 @@ def sentencepiece_codec(file: Path, data: bytes, settings: Mapping[str, Any]) ->
 
     Raises:
         PrepError: The extra `sentencepiece` is not installed.
-        Exception: The file is not such a model. The library has no exception type of its own.
+        Exception: The file is not such a model. The library defines no exception type.
     """
     try:
         from sentencepiece import SentencePieceProcessor

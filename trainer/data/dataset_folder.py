@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.files import io_error
+from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file, resolve_named_path
 from trainer.models.errors import PrepError, usage_error
 
@@ -64,12 +65,12 @@ def choose_split(name: str, splits: list[Any], split: str | None) -> str:
 def _read_value(path: Path, key: str) -> list[Any]:
     """Return a list of a JSON file."""
     try:
-        value = json.loads(read_regular_file(path))[key]
+        value = load_json(read_regular_file(path))[key]
     except OSError as error:
         raise io_error(path, error) from error
-    except RecursionError as error:
-        raise _malformed_error(path, "its JSON is nested too deeply") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
+        raise _malformed_error(path, str(error)) from error
+    except (KeyError, TypeError) as error:
         raise _malformed_error(path, f"it has no `{key}`") from error
     if not isinstance(value, list):
         raise _malformed_error(path, f"`{key}` is not a list")

@@ -110,7 +110,7 @@ def pack_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int =
 
 
 def pad_documents(ends: Iterable[Int64Array], seq_length: int, *, window: int = WINDOW) -> Iterator[RowBlock]:
-    """Yield rows of one document each, or of one piece of a document that is longer than a row."""
+    """Yield rows of one document each, or of one piece of a longer document."""
     n_pieces = 0
     for pieces in cut_documents(ends, seq_length, window):
         yield RowBlock(pieces, n_pieces + 1 + np.arange(len(pieces.starts)))
@@ -158,16 +158,19 @@ def _cut_blocks(ends: Iterable[Int64Array], seq_length: int, max_pieces: int) ->
     """Yield the pieces of documents, at most `max_pieces` at a time: one document may have billions."""
     block_start = 0
     for document_ends in ends:
+        if not len(document_ends):
+            continue
         document_starts = np.concatenate([[block_start], document_ends[:-1]])
         piece_ends = np.cumsum(-(-(document_ends - document_starts) // seq_length))
         first_pieces = np.concatenate([[0], piece_ends[:-1]])
-        for low in range(0, int(piece_ends[-1]) if len(piece_ends) else 0, max_pieces):
-            pieces = np.arange(low, min(low + max_pieces, int(piece_ends[-1])))
+        n_pieces = int(piece_ends[-1])
+        for low in range(0, n_pieces, max_pieces):
+            pieces = np.arange(low, min(low + max_pieces, n_pieces))
             documents = np.searchsorted(piece_ends, pieces, side="right")
             starts = document_starts[documents] + (pieces - first_pieces[documents]) * seq_length
             lengths = np.minimum(seq_length, document_ends[documents] - starts)
             yield Pieces(starts, lengths.astype(np.int32))
-        block_start = int(document_ends[-1]) if len(document_ends) else block_start
+        block_start = int(document_ends[-1])
 
 
 def _join(pieces: list[Pieces]) -> Pieces:

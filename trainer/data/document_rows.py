@@ -1,4 +1,4 @@
-"""Rows of whole documents beside a token store: made once in bounded memory, and mapped at each start.
+"""Stored rows of whole documents: computed once in bounded memory, and mapped at each start.
 
 A folder in the store, named by a digest of all inputs of the rows:
 
@@ -42,9 +42,10 @@ from trainer.data.store import (
     document_blocks,
     file_digest,
 )
-from trainer.data.store_writer import HashingFile, fsync, lock_cache, publish_folder, remove_folder
+from trainer.data.store_writer import HashingFile, lock_cache, publish_folder, remove_folder
+from trainer.files.json_values import load_json
 from trainer.files.reading import read_regular_file
-from trainer.files.writing import write_file
+from trainer.files.writing import fsync_path, write_file
 from trainer.models.errors import PrepError
 from trainer.recipe.text_fields import SEGMENTED
 
@@ -99,7 +100,7 @@ def make_rows(tokens: MappedTokens, packing: str) -> PackedRows:
 def stored_rows(
     store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str, *, target: Path, note: Note
 ) -> PackedRows:
-    """Return the rows beside a token store; make them if they are missing or damaged.
+    """Return the stored rows of a token store. Compute missing or damaged ones.
 
     Several processes may do so at the same time. If the rows cannot be written, they are made in memory.
 
@@ -108,7 +109,7 @@ def stored_rows(
         meta: Its metadata.
         tokens: The mapped store.
         packing: A key of `DOCUMENT_ROWS`.
-        target: Folder for missing rows: the store, or one that is removed at the end.
+        target: Folder for missing rows: the store, or a temporary folder.
         note: Called with messages for the user.
     """
     identity = rows_identity(meta, packing, tokens.seq_length)
@@ -130,7 +131,7 @@ def stored_rows(
 
 
 def open_rows(store: Path, meta: StoreMeta, tokens: MappedTokens, packing: str) -> PackedRows:
-    """Return the rows that another process stored, or whose digests it checked; make missing ones in memory."""
+    """Return rows stored or checked by another process. Compute missing ones in memory."""
     try:
         folder = store / rows_identity(meta, packing, tokens.seq_length)
         return read_rows(folder, tokens, checks_digests=False)
@@ -199,7 +200,7 @@ def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[s
 
 
 def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda text: None) -> PackedRows | None:
-    """Return stored rows; None if they are missing, or damaged, which is reported to `note`."""
+    """Return stored rows, or None if they are missing or damaged. Report damage to `note`."""
     try:
         return read_rows(folder, tokens)
     except FileNotFoundError:
@@ -210,7 +211,7 @@ def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda tex
 
 
 def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) -> None:
-    """Build rows under a name of their own, sync them, then rename them."""
+    """Build rows in a partial folder, sync them, then rename the folder."""
     if tokens.n_documents >= MIN_NOTE_DOCUMENTS:
         note(f"arranging {tokens.n_documents:,} documents in sequences, once for these tokens")
     for leftover in filter(is_abandoned, [*folder.parent.iterdir()]):
@@ -220,7 +221,7 @@ def _build_rows(folder: Path, tokens: MappedTokens, packing: str, note: Note) ->
     try:
         _write_rows(partial, folder.name, tokens, packing)
         publish_folder(partial, folder, lambda path: read_rows(path, tokens))
-        fsync(folder.parent)
+        fsync_path(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -250,18 +251,19 @@ def _write_rows(folder: Path, identity: str, tokens: MappedTokens, packing: str)
         digests=digests,
     )
     for name in DTYPES:
-        fsync(folder / name)
+        fsync_path(folder / name)
+    # Last, after the other files are durable: it also makes the names in the folder durable.
     write_file(folder / META_FILE, json.dumps(asdict(meta), indent=1).encode() + b"\n")
 
 
 def _parse_meta(folder: Path, data: bytes) -> RowsMeta:
     try:
-        values = json.loads(data)
+        values = load_json(data)
         meta = RowsMeta(**{key.name: values[key.name] for key in fields(RowsMeta)})
         numbers = (meta.seq_length, meta.n_pieces, meta.n_rows, meta.max_length)
         is_valid = all(type(number) is int and number > 0 for number in numbers)
         is_valid &= isinstance(meta.digests, dict) and meta.digests.keys() == DTYPES.keys()
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise _damaged_rows_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_rows_error(folder, f"{META_FILE} has invalid values or belongs to other rows")

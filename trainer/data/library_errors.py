@@ -15,11 +15,11 @@ MAX_CHARS = 300
 def library_errors(what: str, hint: str) -> Iterator[None]:
     """Turn every error of a library in the block into a PrepError.
 
-    A panic of Rust is raised beside `Exception`, so that handlers of expected errors do not catch it. Here it means
-    that the file of the tokenizer is invalid in a way that the library does not check.
+    A panic of Rust is a BaseException, so `except Exception` does not catch it. Here a panic means that the library
+    does not check some fault of the tokenizer's file.
 
     Args:
-        what: What failed.
+        what: The failed operation, for the message.
         hint: How to correct it.
 
     Raises:

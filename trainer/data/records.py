@@ -31,7 +31,7 @@ class RecordSettings:
         eos_id: Token that ends a document of ready token ids; None for none.
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
-        max_document_nbytes: Bytes that a line, a row or a value may have.
+        max_document_nbytes: Maximum bytes of a line, a row or a value.
         limit: Documents to read, of a source and a target one; 0 for all.
     """
 

@@ -173,7 +173,7 @@ def _parse_meta(folder: Path, data: bytes) -> StoreMeta:
         numbers = (meta.n_tokens, meta.n_documents, meta.max_id)
         is_valid = meta.dtype in ("uint16", "uint32") and all(type(number) is int for number in numbers)
         is_valid &= isinstance(meta.digests, dict) and {*meta.digests} in DIGEST_NAMES
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise _damaged_store_error(folder, f"{META_FILE} is malformed") from None
     if not is_valid or meta.identity != folder.name:
         raise _damaged_store_error(folder, f"{META_FILE} has invalid values or belongs to another store")

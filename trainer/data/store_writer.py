@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -44,6 +43,7 @@ from trainer.data.store_journal import (
     read_journal,
     restore_files,
 )
+from trainer.files.writing import fsync_path
 
 LOCK_FILE = "lock"
 EMPTY_DIGEST = xxhash.xxh3_128().hexdigest()
@@ -216,7 +216,7 @@ def build_store(folder: Path, dtype: str, fill: Callable[[TokenWriter], None], *
         _write_store(partial, folder.name, dtype, names=names, fill=fill)
         (partial / JOURNAL_FILE).unlink()
         publish_folder(partial, folder, read_meta)
-        fsync(folder.parent)
+        fsync_path(folder.parent)
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -304,19 +304,10 @@ def _write_store(
         writer.save()
     (folder / META_FILE).write_text(json.dumps(asdict(writer.meta()), indent=1) + "\n")
     for path in (*(folder / name for name in names), folder / META_FILE, folder):
-        fsync(path)
+        fsync_path(path)
 
 
 def _open_for_update(path: Path) -> BinaryIO:
     """Open a file for reading and writing, at its start; create it if it is missing."""
     path.touch()
     return path.open("r+b")
-
-
-def fsync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

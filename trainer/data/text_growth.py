@@ -1,7 +1,7 @@
-"""How much the normalizer of a tokenizer may grow a text.
+"""Bound the growth of a text by the normalizer of a tokenizer.
 
-The library allocates the grown text without a limit, and ends the whole process if it cannot. A file of some kilobytes
-can ask for any amount, so that the growth is computed before a text is encoded.
+The library allocates the normalized text without a limit, and aborts the process if the allocation fails. A tokenizer
+of some kilobytes can request any amount. The growth is therefore computed before a text is encoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_GROWN_NBYTES = 1 << 28  # of a text that grows more
 
 
 def normalizer_growth(tokenizer_json: bytes) -> float:
-    """Return an upper bound of the bytes that the normalizer of a valid tokenizer.json makes of one byte.
+    """Return an upper bound of the normalized bytes per byte of text, for a valid tokenizer.json.
 
     Changes by Unicode tables are not counted: they are small, and no file can change them.
     """

@@ -60,7 +60,7 @@ class TokenizeConfig:
         selection: Part of a dataset.
         bad_lines: Invalid records that are skipped.
         ids_dtype: Dtype of ready token ids in files that do not record it.
-        max_document_nbytes: Bytes that a line, a row or a value may have.
+        max_document_nbytes: Maximum bytes of a line, a row or a value.
         remote: Finds the files of URLs.
         is_mixed: Whether other sources of the run have the same settings.
         packing: The recipe's `data.packing`; ignored with an encoder.

@@ -1,7 +1,7 @@
 """A process that compiles for devices that this machine does not have.
 
-XLA compiles in one call of C++ code that takes minutes, reports nothing and cannot be interrupted. A process can be
-ended: at a time limit, by Ctrl-C, and when its parent ends.
+XLA compiles in one call of C++ code. The call takes minutes, reports no progress and cannot be interrupted. A process
+can be ended: at a time limit, by Ctrl-C, and when its parent ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CompileWatch:
 
     Attributes:
         on_phase: Receives the phase and the seconds since the start, at each new phase and every `note_s` seconds.
-        limit_s: Seconds after which the compilation is ended; None without limit.
+        limit_s: Time limit of the compilation in seconds. None means no limit.
         note_s: Seconds between two reports of the same phase.
     """
 
@@ -50,7 +50,7 @@ UNWATCHED = CompileWatch()
 
 
 def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: CompileWatch = UNWATCHED) -> str:
-    """Run a module in a process whose JAX has simulated CPU devices only.
+    """Run a module in a process with simulated CPU devices only.
 
     Args:
         module: Module to run. It calls `read_request` and `report_phase`, and writes its answer to stdout as one line.
@@ -59,7 +59,7 @@ def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: 
         watch: Reports and time limit.
 
     Returns:
-        The last line that the module writes.
+        The last line of its output.
 
     Raises:
         PrepError: The process failed, or reached the time limit.
@@ -87,7 +87,7 @@ def run_compile_process(module: str, request: str, num_cpu_devices: int, watch: 
 
 
 def _send(stdin: IO[str], request: str) -> None:
-    """Write the request; stdin stays open, so that the process sees the end of its parent."""
+    """Write the request. Keep stdin open: its end shows the process that the parent has ended."""
     try:
         stdin.write(f"{request}\n")
         stdin.flush()

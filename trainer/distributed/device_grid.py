@@ -21,7 +21,7 @@ def arrange_devices(mesh: Mesh, devices: Sequence[Any], slices: SliceCounts = ON
 
     Args:
         mesh: The mesh, without an open axis.
-        devices: The devices, those of one slice one after another.
+        devices: The devices, slice by slice.
         slices: Number of slices along each axis.
 
     Returns:

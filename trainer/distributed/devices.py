@@ -19,7 +19,7 @@ def all_devices() -> list[Any]:
     """Return the devices of all processes.
 
     Raises:
-        PrepError: JAX finds none, e.g. because `JAX_PLATFORMS` names a platform that is not installed.
+        PrepError: JAX finds none, e.g. because `JAX_PLATFORMS` names a missing platform.
     """
     return _devices(jax.devices)
 

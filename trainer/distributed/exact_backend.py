@@ -32,7 +32,7 @@ _flags_of_start: str | None = None  # that XLA has read, if `start_exact_backend
 def start_exact_backend() -> None:
     """Start the devices of this process so that XLA's code for x86 processors rounds each product.
 
-    `XLA_FLAGS` has its value again afterwards. Devices that are in use already stay as they are.
+    `XLA_FLAGS` has its earlier value afterwards. Devices in use stay unchanged.
 
     Raises:
         PrepError: They are in use already, and fuse products and sums.
@@ -48,7 +48,7 @@ def start_exact_backend() -> None:
 
 
 def xla_flags() -> str:
-    """Return the flags that XLA has read, as far as this process knows: those of its start, or of the environment."""
+    """Return the flags in force: the flags set by `start_exact_backend`, or those of the environment."""
     return os.environ.get(FLAGS, "") if _flags_of_start is None else _flags_of_start
 
 
@@ -64,8 +64,9 @@ def _flags_without_fused() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop(FLAGS)
-        if flags is not None:
+        if flags is None:
+            del os.environ[FLAGS]
+        else:
             os.environ[FLAGS] = flags
     _flags_of_start = started
 

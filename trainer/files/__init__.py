@@ -1,1 +1,1 @@
-"""Open and write files whose names or folders are not trusted."""
+"""Open and write files with untrusted names or in untrusted folders."""

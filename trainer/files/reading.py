@@ -1,7 +1,7 @@
 """Open regular files only, and resolve paths that a file names.
 
 A FIFO blocks the process that opens it, and /dev/zero never ends. A path such as `../private`, read from a JSON file,
-leaves the folder that the user named.
+leaves the user's folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
 def read_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
     """Yield the lines of a regular file without their ends, in bounded memory.
 
-    A line that is too long is yielded empty. A last line without an end, e.g. one cut short by a kill, is not yielded.
+    A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a kill, is not yielded.
 
     Raises:
         PrepError: The path is not a regular file.
@@ -85,13 +85,13 @@ def resolve_named_path(folder: Path, name: object, named_by: Path | str) -> Path
     """Return the path of a file or folder inside `folder` that another file names.
 
     Every name that prep reads from a file or a listing and opens passes through this function. Links in the folder
-    are followed: only who may write to the folder can make one, and the files are parsed. Files that are copied
-    unparsed have stricter rules (`prepcli.sources.symlinks`).
+    are followed: only a writer of the folder can create one, and the files are parsed. Files copied without parsing
+    have stricter rules (`prepcli.sources.symlinks`).
 
     Args:
-        folder: Folder that the name is relative to.
+        folder: Folder of the named file.
         name: The name, as read, e.g. `"train/data-00000.arrow"`.
-        named_by: The file or the listing that has the name, for the error message.
+        named_by: The file or the listing with the name, for the error message.
 
     Raises:
         PrepError: The name is not text, is absolute, has a `..` or NUL, or is the folder itself.

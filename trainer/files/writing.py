@@ -1,4 +1,4 @@
-"""Write files that are replaced as a whole: pages, scripts, copies of recipes, small files of a run."""
+"""Replace whole files atomically: pages, scripts, copies of recipes, small files of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def replacing_file(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
-    _sync_folder(path.parent)
+    fsync_path(path.parent)
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
@@ -110,9 +110,9 @@ def _not_written_error(path: Path, why: str) -> PrepError:
     return PrepError(f"{path} is not overwritten", f"it {why}", "remove it, or choose another name")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync_path(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

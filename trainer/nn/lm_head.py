@@ -101,7 +101,7 @@ def training_sums(
 ) -> TrainingSums:
     """Compute the summed loss and z-loss in chunks of tokens.
 
-    The arguments are those of `loss_sums`. Only `total` has gradients: `loss` and `z_loss` have none of their own.
+    It takes the arguments of `loss_sums`. Only `total` has gradients, `loss` and `z_loss` alone have none.
     """
     head, (hidden, targets, token_weights) = _pad_to_chunks(hidden, targets, token_weights, head)
     loss, correct, z_loss = _chunked_loss(head, hidden, weight, bias, targets, token_weights)
@@ -231,7 +231,7 @@ def _chunked_loss_fwd(
 def _chunked_loss_bwd(
     head: LMHead, residuals: tuple[Array, _HeadGradients, _HeadGradients], cotangents: _Sums
 ) -> tuple[Array, Array, Array | None, None, None]:
-    """Scale the gradients of the total, which are exact for a cotangent of 1, and round them to the inputs' dtypes.
+    """Scale the gradients of the total, computed for a cotangent of 1, and round them to the inputs' dtypes.
 
     The cotangents of loss and z-loss are equal, because only their sum is differentiated.
     """

@@ -26,7 +26,7 @@ class LossSums(NamedTuple):
 
 
 class TrainingSums(NamedTuple):
-    """Sums over tokens, float32 [] each, with the z-loss apart from the loss, so that it compares with evaluations.
+    """Sums over tokens, float32 [] each. The loss excludes the z-loss, as in evaluations.
 
     Attributes:
         loss: Weighted loss of tokens without the z-loss.
@@ -67,7 +67,7 @@ class LossTerms(NamedTuple):
 
     @property
     def has_z_loss(self) -> bool:
-        """Whether the loss has the z-loss; a function of tokens replaces it."""
+        """Whether the loss has the z-loss. A user-defined `token_loss` replaces it."""
         return self.z_loss > 0 and self.token_loss is None
 
     @property

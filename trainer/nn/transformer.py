@@ -305,7 +305,7 @@ def training_sums(
     *,
     dropout: Dropout | None = None,
 ) -> TrainingSums:
-    """Compute the summed loss and z-loss of a batch; the arguments are those of `loss_sums`."""
+    """Compute the summed loss and z-loss of a batch, from the arguments of `loss_sums`."""
     x = _hidden_states_of_batch(params, batch, model, forward_config, dropout)
     head = _lm_head(model, forward_config, chunk_size=forward_config.head_chunk_size)._replace(loss_terms=loss_terms)
     weight, bias = _lm_head_weight(params, model, forward_config), _lm_head_bias(params)

@@ -2,7 +2,7 @@
 
 A slice of v5e or v6e is a rectangle of at most one pod. A slice of v4, v5p or tpu7x is a box A x B x C with
 A <= B <= C. With more than 64 chips, each side is a multiple of 4. Of several boxes with the same number of chips,
-Google Cloud names the one that is closest to a cube.
+Google Cloud names the one closest to a cube.
 
 Sources: Cloud TPU docs, "TPU v2", "TPU v3", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x": supported
     configurations (https://docs.cloud.google.com/tpu/docs/v5p and the pages beside it). GKE docs, "Plan TPUs in GKE":
@@ -20,7 +20,7 @@ from trainer.models.errors import PrepError, usage_error
 _RECTANGLES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _BOXES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _CUBE_SIDE = 4  # of the blocks of chips that larger boxes consist of
-_HOST_CHIPS = 4  # of a machine of a slice with several hosts
+HOST_CHIPS = 4  # of a machine of a slice with several hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class TpuGeneration:
         devices_per_chip: Devices in JAX of each chip.
         gke_label: Value of the node label `cloud.google.com/gke-tpu-accelerator`; empty if GKE lacks the generation.
         type_prefix: Prefix of accelerator types of TPU VMs, such as `v5litepod`; empty if only GKE has the generation.
-        type_units: What the number of an accelerator type counts for each chip: 2 cores, or 1 chip.
+        type_units: Units per chip in the number of an accelerator type: 2 if it counts cores, 1 if it counts chips.
         runtime_version: Software of TPU VMs.
     """
 
@@ -76,12 +76,12 @@ class TpuGeneration:
     def node_sizes(self, shape: str) -> tuple[int, ...]:
         """Return the possible numbers of chips of each node of a slice, the most common one first."""
         chips = num_chips(shape)
-        if chips <= _HOST_CHIPS:
+        if chips <= HOST_CHIPS:
             return (chips,)
         if shape == "2x4":
             # v5e and v6e have machines with eight chips, and slices of two machines with four.
-            return (_HOST_CHIPS, chips)
-        return (_HOST_CHIPS,)
+            return (HOST_CHIPS, chips)
+        return (HOST_CHIPS,)
 
 
 _GENERATIONS = (

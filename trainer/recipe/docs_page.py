@@ -71,15 +71,15 @@ OPTIMIZERS = """
 ## Optimizers
 
 All optimizers have decoupled weight decay, clipping, frozen leaves and moving averages. A key of another optimizer is
-an unknown key. Means and root mean squares are those of the matrices of each layer, whether layers are stacked or not;
-with `scale_by = "stacked"`, root mean squares are those of all stacked layers together, as in optax.
+an unknown key. Means and root mean squares are over the matrices of each layer, whether layers are stacked or not.
+With `scale_by = "stacked"`, root mean squares are over all stacked layers together, as in optax.
 
 - `adafactor` without factors, with `momentum = 0.9` and `clip_threshold = 0`, is the AdamW of llamabpt with
   `multiply_by_parameter_scale`, which scales stacked layers together: `scale_by = "stacked"`.
 - `muon` updates the matrices of layers. Embeddings, the head, norms and biases have AdamW with `b1`, `b2` and `eps`.
-  Its momentum is corrected for its bias, as in optax; the original post has no correction: `bias_correction = false`.
-- `palm` has the settings of llamabpt, whose layers are scaled together: `scale_by = "stacked"`. Its `lr` is relative to
-  0.01: with `rsqrt` the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)). The weight decay of a step is
+  Its momentum is corrected for its bias, as in optax. `bias_correction = false` disables it, as in the original post.
+- `palm` has the settings of llamabpt. llamabpt scales its layers together: `scale_by = "stacked"`. Its `lr` is relative
+  to 0.01: with `rsqrt` the learning rate is lr / 0.01 / sqrt(max(step, warmup_steps)). The weight decay of a step is
   weight_decay / 1e-4 times the square of the learning rate.
 
 Frozen leaves have no gradients and no optimizer state. The moving average of `ema` is `opt_state.ema` in a checkpoint;

@@ -15,7 +15,7 @@ _YAML_WORDS = {"true": "true", "false": "false", "yes": "true", "no": "false", "
 
 @dataclass(frozen=True, slots=True)
 class OtherFormat:
-    """The format of a file that is not TOML.
+    """The format of a file other than TOML.
 
     Attributes:
         name: Name of the format.
@@ -29,7 +29,7 @@ class OtherFormat:
 
 
 def find_other_format(text: str) -> OtherFormat | None:
-    r"""Return the format of a text that is not TOML; None if it looks like TOML.
+    r"""Return the format of a text, or None if it looks like TOML.
 
     Example:
         >>> find_other_format("model:\n  path: gpt2").hint
@@ -53,7 +53,7 @@ def find_other_format(text: str) -> OtherFormat | None:
 
 
 def _content_lines(text: str) -> list[tuple[int, str]]:
-    """Return the first lines that are neither empty nor comments, with their numbers."""
+    """Return the first lines with their numbers, without empty lines and comments."""
     numbered = enumerate(text.split("\n")[:1000], 1)
     content = [(number, line) for number, line in numbered if line.strip() and not line.lstrip().startswith("#")]
     return content[:3]

@@ -195,8 +195,10 @@ def apply_overrides(raw: RawRecipe, overrides: Sequence[str]) -> tuple[RawRecipe
             values.pop(name, None)
         elif isinstance(values, dict):  # otherwise the file's table is invalid, which validation reports
             values[name] = value
-        keys.add(key)
-        keys -= {key} if is_unset else set()
+        if is_unset:
+            keys.discard(key)
+        else:
+            keys.add(key)
     return replace(raw, tables=tables, overridden_keys=frozenset(keys)), diagnostics
 
 

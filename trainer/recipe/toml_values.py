@@ -25,8 +25,10 @@ def parse_toml(text: str) -> dict[str, Any]:
             raise ValueError("nested too deeply")
         if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
             raise ValueError("a number has too many digits")
-        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        pending += [(child, depth + 1) for child in children]
+        if isinstance(value, dict):
+            pending += [(child, depth + 1) for child in value.values()]
+        elif isinstance(value, list):
+            pending += [(child, depth + 1) for child in value]
     return values
 
 

@@ -22,7 +22,7 @@ def find_unknown_keys(tables: Mapping[str, Any]) -> tuple[list[tuple[str, Any]],
 
     Returns:
         Dotted path and value of the first MAX_HINTED unknown keys and of the keys below them, and the paths of the
-        others: to search a key that was probably meant takes a millisecond.
+        remaining ones. They get no hint, because searching a similar key takes a millisecond.
     """
     unknown = [*_unknown_items(tables)]
     hinted: list[tuple[str, Any]] = []

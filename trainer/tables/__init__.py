@@ -1,1 +1,1 @@
-"""Read Parquet and Arrow files in a process of their own, which may crash and has a limit on its memory."""
+"""Read Parquet and Arrow files in a worker process. It may crash, and its memory is limited."""

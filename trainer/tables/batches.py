@@ -60,7 +60,7 @@ def read_parts(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes:
         stream: The file.
         table_format: PARQUET or ARROW.
         nbytes: Size of the file.
-        max_row_nbytes: Bytes of values that a row may have.
+        max_row_nbytes: Maximum bytes of the values of a row.
 
     Raises:
         pyarrow.ArrowException: The file is malformed.
@@ -128,7 +128,7 @@ def _valid_pieces(
 
 
 def _fault(batch: RecordBatch) -> str:
-    """Return why a batch is invalid, e.g. because an offset lies outside of its buffer; empty if it is valid.
+    """Return the fault of a batch, e.g. an offset outside of its buffer, or an empty text for a valid batch.
 
     The full validation also checks that texts are UTF-8, and that indices of dictionaries are in range.
     """
@@ -144,7 +144,7 @@ def _fault(batch: RecordBatch) -> str:
 
 
 def _without_references(batch: RecordBatch) -> RecordBatch:
-    """Return small rows whose columns do not refer to the dictionary or to all buffers of a large batch."""
+    """Return rows without references to a dictionary or to the text buffers of a large batch."""
     from pyarrow import RecordBatch, types
 
     columns = [*batch.columns]

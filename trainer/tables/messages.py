@@ -32,7 +32,7 @@ def write_message(stream: BinaryIO, kind: Kind, *parts: bytes | memoryview) -> N
     Args:
         stream: The pipe.
         kind: Kind of the message.
-        *parts: Its content, which is their concatenation.
+        *parts: Parts of its content, in order.
     """
     stream.write(HEADER.pack(kind.value, sum(len(part) for part in parts)))
     for part in parts:

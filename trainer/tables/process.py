@@ -71,7 +71,7 @@ def read_table(stream: BinaryIO, table_format: str, nbytes: int, max_row_nbytes:
         stream: The file, seekable.
         table_format: PARQUET or ARROW.
         nbytes: Size of the file.
-        max_row_nbytes: Bytes of values that a row may have.
+        max_row_nbytes: Maximum bytes of the values of a row.
 
     Raises:
         TableError: The file is malformed, or needs too much memory.

@@ -1,7 +1,7 @@
 """Estimate the memory of the values of Arrow arrays as Python objects.
 
-A few bytes of a file can stand for a large value: a list of 2^31 nulls has no bytes at all, and each element of a list
-can refer to the same long text of a dictionary.
+A few bytes of a file can encode a large value: a list of 2^31 nulls has no bytes at all, and each element of a list can
+refer to the same long text of a dictionary.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ELEMENT_NBYTES = 8  # of the pointer to an element of a Python list
 
 
 class UnsupportedTypeError(ValueError):
-    """A column has values of a type that is not supported."""
+    """A column has values of an unsupported type."""
 
 
 def row_nbytes(batch: RecordBatch) -> int:
     """Return the estimated bytes of all values of a valid record batch.
 
     Raises:
-        UnsupportedTypeError: A column has a type that is not supported.
+        UnsupportedTypeError: A column has an unsupported type.
     """
     return sum(values_nbytes(column) for column in batch.columns)
 
@@ -34,7 +34,7 @@ def values_nbytes(array: Array[Any]) -> int:
     """Return the estimated bytes of the values of a valid array: at least 8 for each element at any depth.
 
     Raises:
-        UnsupportedTypeError: The array has a type that is not supported.
+        UnsupportedTypeError: The array has an unsupported type.
     """
     from pyarrow import types
 
@@ -58,7 +58,7 @@ def values_nbytes(array: Array[Any]) -> int:
 
 
 def is_view(kind: Any) -> bool:
-    """Return whether an Arrow type is that of views of texts or bytes."""
+    """Return whether an Arrow type has views of texts or bytes."""
     from pyarrow import types
 
     return types.is_string_view(kind) or types.is_binary_view(kind)

@@ -27,7 +27,7 @@ MAX_READ_NBYTES = 4 << 20  # of a message with bytes of the file
 
 
 class ParentFile(io.RawIOBase):
-    """A file that the parent process reads."""
+    """A file read through the parent process."""
 
     def __init__(self, requests: BinaryIO, answers: BinaryIO, nbytes: int) -> None:
         """Start at the first byte.
@@ -74,9 +74,11 @@ class ParentFile(io.RawIOBase):
 
 
 def main() -> None:
-    """Read the files that the parent names, one after another."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what a signal to all processes means
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Decode files at the requests of the parent, one after another."""
+    # SLURM and terminals send a signal to all processes of a job. The parent handles it. If the worker ended at once,
+    # the parent would report a malformed file.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, requests = cast(BinaryIO, sys.stdin.buffer), cast(BinaryIO, sys.stdout.buffer)
     # Other allocators reserve 1 GiB at once, which counts for the limit. pyarrow reads this name when it is loaded.

@@ -27,7 +27,7 @@ PROCESS_METRICS_FILE = re.compile(r"metrics\.([1-9][0-9]*)\.jsonl")
 class MetricsFile:
     """The lines of a metrics file, read one at a time in bounded memory.
 
-    Lines that are not JSON objects with a step are skipped. A last line that a kill has cut short is ignored.
+    Lines other than JSON objects with a step are skipped. A last line without an end, as after a kill, is ignored.
 
     Attributes:
         num_skipped: Number of skipped lines so far.
@@ -130,7 +130,7 @@ def log_key(line: Mapping[str, Any]) -> LogKey:
 
 
 def repeated_lines(path: Path, step: int) -> frozenset[LogKey]:
-    """Return the keys of the lines that a run writes again when it continues after a step.
+    """Return the keys of the lines from a step on. A run that continues after the step writes them again.
 
     Raises:
         PrepError: The file cannot be read.

@@ -128,7 +128,7 @@ def check_resumable(
 
 
 def _schedule_change(rates: Mapping[str, tuple[Any, Any]], changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the changed keys that the schedule follows from, and the changes of the schedule."""
+    """Return the changed keys of the schedule, and the resulting changes of the schedule."""
     causes = ", ".join(f"{key}: {_change_text(changed[key])}" for key in SCHEDULE_KEYS if key in changed)
     effects = ", ".join(f"{name} {_change_text(values)}" for name, values in rates.items())
     return f"{causes} (of the schedule: {effects})" if causes else effects

@@ -9,7 +9,13 @@ from typing import Any, NoReturn
 from prepcli.errors import DamagedError, PrepError
 from prepcli.formats.file_records import check_header
 from prepcli.formats.manifest import MANIFEST_FILE, read_manifest
-from prepcli.formats.safetensors import ADAPTER_FILE, ADAPTER_HINT, SafetensorsHeader, read_safetensors_header
+from prepcli.formats.safetensors import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ADAPTER_HINT,
+    SafetensorsHeader,
+    read_safetensors_header,
+)
 from prepcli.planning.accounting import TensorNames
 from prepcli.planning.plan import Contiguous, SourceFile
 from prepcli.planning.tensors import FileTensor
@@ -17,7 +23,6 @@ from prepcli.sources.source import Source, SourceTensor, recorded_digests
 from prepcli.sources.source_hints import SourceHints
 from trainer.models.parameters import Family, HFConfig, WeightTying
 
-ADAPTER_CONFIG = "adapter_config.json"
 DAMAGE_HINT = f"get or export the adapter again; without its {MANIFEST_FILE} it is not checked"
 
 
@@ -97,13 +102,13 @@ def open_adapter(path: Path, family: Family, config: HFConfig) -> Source:
 
 
 def open_adapter_alone(path: Path, display_name: str, hints: SourceHints) -> Source:
-    """Read the header of an adapter whose base is unknown; see `open_adapter`."""
+    """Read the header of an adapter without its base. See `open_adapter`."""
     del hints  # the config of the base is not needed
     return open_adapter(path, ADAPTER_FAMILY, {})
 
 
 def _check_records(path: Path, header: SafetensorsHeader, records: Mapping[str, Any]) -> None:
-    """Raise DamagedError unless a header has the tensors that the manifest records, each with a digest of all rows."""
+    """Raise DamagedError unless the header has the recorded tensors, each with a digest of all rows."""
     for tensor in header.tensors:
         record = records.get(tensor.name, {})
         recorded = record.get("dtype"), record.get("shape")

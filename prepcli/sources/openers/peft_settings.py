@@ -17,8 +17,9 @@ from pydantic_core import ErrorDetails
 from prepcli.errors import PrepError
 from prepcli.formats.file_records import check_files
 from prepcli.formats.manifest import read_manifest
+from prepcli.formats.safetensors import ADAPTER_CONFIG
 from prepcli.planning.tensors import FileTensor
-from prepcli.sources.openers.peft_folder import ADAPTER_CONFIG, is_adapter, read_checked_header
+from prepcli.sources.openers.peft_folder import is_adapter, read_checked_header
 from prepcli.sources.source import read_config
 from trainer.models.lora import PEFT_PREFIX, LoraConfig, projections
 from trainer.models.parameters import Family, HFConfig
@@ -80,7 +81,7 @@ def read_settings(folder: Path) -> PeftSettings:
     """Read the settings of an adapter.
 
     Raises:
-        PrepError: They are missing or invalid, or need a feature that is not supported.
+        PrepError: They are missing or invalid, or need an unsupported feature.
     """
     path = folder / ADAPTER_CONFIG
     if not is_adapter(folder):
@@ -136,7 +137,7 @@ def check_settings(folder: Path, settings: PeftSettings, tensors: Iterable[FileT
         tensors: Its tensors, with the names in the file.
 
     Raises:
-        PrepError: The rank differs, or the settings do not select a module that has tensors.
+        PrepError: The rank differs, or the settings do not select a module with tensors.
     """
     path = folder / ADAPTER_CONFIG
     for tensor in tensors:

@@ -93,7 +93,7 @@ def test_demo_refuses_several_processes(
         (["save-init", "m", "--memory", "abc"], "`--memory abc` is not a size in bytes"),
         (["verify", "m", "--memory", "abc"], "`--memory abc` is not a size in bytes"),
         (["export", "m", "--shard-size", "-5GB"], "`--shard-size -5GB` is not a size in bytes"),
-        (["pad-vocab", "m", "--size", "9" * 30], f"`--size {'9' * 30}…` is too large"),
+        (["pad-vocab", "m", "--size", "9" * 30], f"`--size {'9' * 30}` is too large"),
         (["pad-vocab", "m", "--size", "9" * 5000], "invalid value for '--size'"),
     ],
 )

@@ -123,7 +123,7 @@ def test_start_that_another_has_overtaken_changes_nothing(
     monkeypatch.setattr(train_command, "prepare_run", prepare_after_another)
     assert train("--out", URL, "--json") == STOPPED
     error = json.loads(capsys.readouterr().out)["error"]
-    assert error["what"] == f"{URL} is at step 4, and this start has read step 2"
+    assert error["what"] == f"{URL} is at step 4, and this process has read step 2"
     assert dict(store.objects) == objects
 
 

@@ -74,8 +74,8 @@ def test_check_last_step_refuses_a_run_at_another_step(
     steps: list[int], step: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     place = LocalRun(tmp_path)
-    monkeypatch.setattr(place, "known_steps", lambda: steps)
-    with pytest.raises(PrepError, match=f"is at step {max(steps, default=0)}, and this start has read") as caught:
+    monkeypatch.setattr(place, "steps", lambda: steps)
+    with pytest.raises(PrepError, match=f"is at step {max(steps, default=0)}, and this process has read") as caught:
         check_last_step(place, step)
     assert caught.value.code == code
     assert "start again" in caught.value.hint

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from prepcli.cli.main import main
+from prepcli.commands.train_folder import check_last_step
 from prepcli.engine.budget import make_budget
 from prepcli.errors import PrepError
 from prepcli.execution import bucket_run
@@ -183,3 +184,16 @@ def test_processes_save_the_digests_of_one_process(
     assert len(files) == count + 1, "one data file per process, and the index"
     assert not [path for path in store.objects_below(PREFIX) if path.startswith("1/") or ".prep" in path]
     assert_equals_local_step(init, state, store, 2)
+
+
+@pytest.mark.parametrize("has_conditions", [True, False])
+def test_last_step_is_listed_again_before_a_run_changes(has_conditions: bool, store: FakeObjectStore):
+    """Another start of the same recipe may take the lock over, or the store may have no locks."""
+    store.has_conditions = has_conditions
+    run = make_run()
+    run.acquire(lambda text: None)
+    check_last_step(run, 0)
+    store.store(f"{PREFIX}3/{MANIFEST_FILE}", b"{}")
+    with pytest.raises(PrepError, match="is at step 3, and this process has read step 0"):
+        check_last_step(run, 0)
+    run.release()

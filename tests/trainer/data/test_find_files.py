@@ -202,7 +202,7 @@ def test_nul_in_a_file_name_of_a_saved_dataset_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
 def test_deeply_nested_list_of_a_saved_dataset_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_text("[" * 100_000)
-    with pytest.raises(PrepError, match=rf"{name} is malformed - its JSON is nested too deeply"):
+    with pytest.raises(PrepError, match=rf"{name} is malformed - its JSON is nested more than 100 levels deep"):
         find_files([str(tmp_path)], "auto")
 
 

@@ -145,7 +145,8 @@ def test_settings_beside_a_tokenizer_are_regular_files(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("[" * 100_000, "it is nested too deeply"), ("{", "Expecting"), ("[]", "it is \\[\\]")]
+    ("text", "why"),
+    [("[" * 100_000, "its JSON is nested more than 100 levels"), ("{", "Expecting"), ("[]", "it is \\[\\]")],
 )
 def test_invalid_settings_beside_a_sentencepiece_model_are_errors(tmp_path: Path, text: str, why: str):
     (tmp_path / "tokenizer.model").write_bytes(b"x")

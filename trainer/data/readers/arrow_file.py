@@ -1,7 +1,7 @@
-"""Parquet and Arrow files. A process of its own decodes them, checks their rows, and has a limit on its memory.
+"""Parquet and Arrow files, decoded and checked in a worker process with a memory limit.
 
 pyarrow does not check offsets and lengths of Arrow files when it opens them, and reading a text outside of its buffer
-ends the process by a signal. A few bytes of a compressed page can stand for gigabytes.
+ends the process by a signal. A few bytes of a compressed page can expand to gigabytes.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _parse_rows(file: DataFile, stream: BinaryIO, options: ReadOptions) -> Itera
 class _Lines:
     """Lines of a stream as text; bytes that are not UTF-8 become surrogates.
 
-    It is an iterator and not a generator: the lines after a row that is too large can be read.
+    It is an iterator and not a generator, because iteration continues after the error of a row.
 
     Attributes:
         nbytes: Bytes of the lines so far.

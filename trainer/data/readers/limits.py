@@ -17,7 +17,7 @@ class Line:
     """A line of a file.
 
     Attributes:
-        content: Its bytes, with the line feed; only the first ones if it is too long.
+        content: Its bytes with the line feed. Empty if the line is too long.
         nbytes: Size of the whole line.
     """
 
@@ -35,7 +35,7 @@ def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
 
     Args:
         stream: The stream.
-        max_nbytes: Bytes of a line that are kept, without its line feed.
+        max_nbytes: Maximum bytes of a line, without its line feed.
     """
     while content := stream.readline(max_nbytes + 1):
         nbytes = len(content)
@@ -49,11 +49,11 @@ def read_lines(stream: BinaryIO, max_nbytes: int) -> Iterator[Line]:
 
 
 def too_large_error(what: str, nbytes: int, max_nbytes: int) -> PrepError:
-    """Return the error for a line or row that is larger than the limit.
+    """Return the error for a line or row above the limit.
 
     Args:
-        what: The place, and what is too large there.
-        nbytes: Its size, or a size that it exceeds.
+        what: The place, and its fault.
+        nbytes: Its size, or a lower bound of it.
         max_nbytes: The limit.
     """
     why = f"it has {nbytes:,} bytes or more"

@@ -86,7 +86,7 @@ class ReadOptions:
     Attributes:
         on_error: Called with the error of an invalid record. If it returns, the record is skipped.
         ids_dtype: Dtype of ids in files that do not record it.
-        max_document_nbytes: Bytes that a line, a row or a value may have.
+        max_document_nbytes: Maximum bytes of a line, a row or a value.
     """
 
     on_error: ErrorHandler = raise_error

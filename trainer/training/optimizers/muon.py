@@ -82,7 +82,10 @@ class Muon:
         return self._with_plain_momentum(scale(beta=0.0, nesterov=False))
 
     def _with_plain_momentum(self, orthogonalize: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return Muon with the momentum of the original post: m = b * m + (1 - b) * g, or b * m + (1 - b) * g of it."""
+        """Return Muon with the momentum of the original post, from gradients g and the decay rate b.
+
+        The momentum is m = b * m + (1 - b) * g. With Nesterov's momentum, the update is b * m + (1 - b) * g.
+        """
 
         def average(momentum: Array, gradient: Array) -> Array:
             return self.momentum * momentum + (1 - self.momentum) * gradient
