@@ -163,8 +163,9 @@ class BucketRun:
         self._lock = None
 
     def _check_lock(self) -> None:
+        # The same recipe takes the lock over at once, and deletes the objects of a step without a manifest.
         if self._lock is not None:
-            self._lock.check()
+            self._lock.confirm()
 
     def leave(self) -> None:
         """Release the lock after an error."""
@@ -237,6 +238,7 @@ class BucketRun:
             raise io_error(path, error) from error
 
     def _store_files(self) -> None:
+        self._check_lock()
         for name in self._stored:
             self.store_file(name)
 
