@@ -226,6 +226,7 @@ class BucketRun:
         """Upload a file of the local folder now, and again with each step."""
         if name not in self._stored:
             self._stored.append(name)
+        self._check_lock()
         path = self.local_folder / name
         try:
             with open_regular_file(path) as file:
@@ -238,7 +239,6 @@ class BucketRun:
             raise io_error(path, error) from error
 
     def _store_files(self) -> None:
-        self._check_lock()
         for name in self._stored:
             self.store_file(name)
 

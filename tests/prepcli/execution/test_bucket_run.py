@@ -187,6 +187,22 @@ def test_a_take_over_during_a_save_leaves_no_damaged_step(
     new.release()
 
 
+def test_a_run_that_was_taken_over_stores_no_files(store: FakeObjectStore):
+    """The metrics of the new holder stay when the old one ends with an error."""
+    old, new = make_run(), make_run()
+    for run in (old, new):
+        run.acquire(lambda text: None)
+    Path("local").mkdir()
+    Path("local/metrics.jsonl").write_bytes(b"new")
+    new.store_file("metrics.jsonl")
+    Path("local/metrics.jsonl").write_bytes(b"old")
+    with pytest.raises(PrepError, match="was taken over"):
+        old.store_file("metrics.jsonl")
+    assert store.objects[f"{PREFIX}metrics.jsonl"] == b"new"
+    for run in (old, new):
+        run.release()
+
+
 @pytest.mark.parametrize("count", slow_except([2, 3], [3]))
 def test_processes_save_the_digests_of_one_process(
     init: Path, state: TrainingState, store: FakeObjectStore, count: int
