@@ -199,7 +199,10 @@ def make_subjects(store: FakeObjectStore) -> dict[str, Subject]:
 
     step = _model_commands(f"run/{STEP}", "export")
     bucket = _model_commands(f"{URL}/{STEP}", "export")
-    adapter = {"merge": lambda: _convert("merge", "adapter", "tiny-init", "--no-verify")}
+    adapter = {
+        "merge": lambda: _convert("merge", "adapter", "tiny-init", "--no-verify"),
+        "verify": lambda: _verify("adapter"),
+    }
     return {
         "init": _folder_subject(Path("tiny-init"), _model_commands("tiny-init", "export")),
         "step": _folder_subject(Path("run", STEP), {**step, "resume": _resume}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,25 @@ import typer
 
 from prepcli.cli.option_groups import OutputOptions, expand_option_groups
 from prepcli.cli.options import ConfigOption, OfflineOption, complete_devices, complete_recipe_or_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Options for the compilation of the step."""
+
+    compile_step: Annotated[
+        bool, typer.Option("--compile", help="Compile the step for --devices; show XLA's memory and collectives.")
+    ] = False
+    compile_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--compile-timeout",
+            metavar="SECONDS",
+            min=0.01,
+            help="End the compilation after SECONDS; default: no limit.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @expand_option_groups
@@ -45,25 +65,13 @@ def plan(
         ),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="List the meshes on which the step fits.")] = False,
-    compile_step: Annotated[
-        bool, typer.Option("--compile", help="Compile the step for --devices; show XLA's memory and collectives.")
-    ] = False,
-    compile_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--compile-timeout",
-            metavar="SECONDS",
-            min=0.01,
-            help="End the compilation after SECONDS; default: no limit.",
-            show_default=False,
-        ),
-    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with charts.", show_default=False)
     ] = None,
     config: ConfigOption = None,
     offline: OfflineOption = False,
     *,
+    compile_options: CompileOptions,
     output_options: OutputOptions,
 ) -> int:
     """Estimate memory and time of a training step.
@@ -87,8 +95,8 @@ def plan(
         mesh=mesh,
         devices=devices,
         search=search,
-        compile_step=compile_step,
-        compile_timeout_s=compile_timeout,
+        compile_step=compile_options.compile_step,
+        compile_timeout_s=compile_options.compile_timeout,
         html=html,
         config=config,
         offline=offline,

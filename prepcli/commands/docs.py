@@ -65,7 +65,7 @@ def _find_page(name: str) -> Path:
 
 
 def _pages() -> dict[str, Path]:
-    """Return the pages by the names of their files: first those of no section, then those of each section."""
+    """Return the pages by the names of their files: the pages without a section first."""
     folder = docs_folder()
     paths = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent != folder, path))
     return {path.stem: path for path in paths}

@@ -10,7 +10,7 @@ from typing import Any
 from prepcli.console.formatting import count_text, format_bytes
 from prepcli.inspection.html_page import write_html_page
 from prepcli.inspection.run_chart import CHART_STYLE, RunCurve, color_of, run_chart
-from prepcli.inspection.run_record import NO_SAMPLES, RunRecord, SavedSample
+from prepcli.inspection.run_record import RunRecord, SavedSample
 from trainer.training.metrics import EVAL_PREFIX
 
 CURVES = {  # metric -> heading
@@ -121,18 +121,17 @@ def _further_curves(runs: Sequence[RunRecord]) -> dict[str, str]:
 
 def _samples_section(runs: Sequence[RunRecord], names: Sequence[str]) -> Iterator[str]:
     """Yield for each prompt the last text of each run, and a folded table of the texts of all steps."""
-    prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
+    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
     if prompts:
         yield "<h2>Samples</h2>"
     for prompt in prompts:
         yield f'<h3 class="sample">{escape(prompt)}</h3>'
-        samples = [run.samples.get(prompt, NO_SAMPLES) for run in runs]
-        texts = [run_samples.texts for run_samples in samples]
-        last = [run_texts[-1:] for run_texts in texts]
+        texts = [[sample for sample in run.samples if sample.prompt == prompt] for run in runs]
+        last = [samples[-1:] for samples in texts]
         yield from _sample_table(last, names)
         if texts != last:
             shown = sum(map(len, texts))
-            count = sum(run_samples.count for run_samples in samples)
+            count = sum(run.sample_counts.get(prompt, 0) for run in runs)
             quantity = f"All {count:,}" if shown == count else f"{shown:,} of {count:,}"
             yield f"<details><summary>{quantity} texts</summary>"
             yield from _sample_table(texts, names)

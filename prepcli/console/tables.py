@@ -2,7 +2,7 @@
 
 A pipe gets all columns at full width. In a terminal without room for them, columns with one value become a line below
 the table, then columns that matter less are left out, and named below it. If that does not suffice, the first cell of a
-row has a line of its own above the others.
+row has a line of its own above the remaining cells.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _leave_out(columns: Sequence[Column], optional: Sequence[str], width: int) -
 
 
 def _row_lines(columns: Sequence[Column], width: int | None) -> list[list[str]]:
-    """Return the lines of the header and of each row, with the cells beside each other."""
+    """Return the lines of the header and of each row, with all cells on one line."""
     rest = 0 if width is None else max(0, width - _min_width(columns))
     widths = [column.width for column in columns]
     if width is not None:
@@ -125,7 +125,7 @@ def _flatten(blocks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of rows with the first cell above the others."""
+    """Return the lines of rows with the first cell above the remaining ones."""
     lines: list[str] = []
     for head, block in zip([first.name, *first.cells], blocks, strict=True):
         lines.append(head)
@@ -134,7 +134,7 @@ def _stack(first: Column, blocks: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _notes(constant: Sequence[Column], left_out: Sequence[str], width: int) -> list[str]:
-    """Return the lines below a table: the columns with one value, and those without room."""
+    """Return the lines below a table: the columns with one value, and the columns without room."""
     notes: list[str] = []
     if constant:
         values = [f"{column.name} {column.cells[0]}".rstrip() for column in constant]

@@ -58,7 +58,8 @@ class BucketRun:
         """
         self.local_folder = local_folder
         self._url, self._retry_policy = url, retry_policy
-        self._bucket, self._recipe_digest = self._client(url), recipe_digest
+        self._bucket = self._client(url)
+        self._recipe_digest = recipe_digest
         self._lock: BucketLock | None = None
         self._known_steps: list[int] | None = None
         self._files: tuple[tuple[OutputLeaf, ...], ProcessFiles] | None = None  # of the plan's leaves

@@ -49,22 +49,6 @@ class SavedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSamples:
-    """Texts that a run generated from a prompt.
-
-    Attributes:
-        texts: Evenly spaced ones in the order of steps, and the last one.
-        count: Number of all texts.
-    """
-
-    texts: tuple[SavedSample, ...]
-    count: int
-
-
-NO_SAMPLES = PromptSamples((), 0)
-
-
-@dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run as its files describe it.
 
@@ -75,7 +59,8 @@ class RunRecord:
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
-        samples: Texts that it generated, by prompt.
+        samples: Texts that it generated, in the order of steps: of many, evenly spaced ones and the last of a prompt.
+        sample_counts: Number of all texts by prompt.
         notes: Messages about parts of the files that were not read.
     """
 
@@ -85,7 +70,8 @@ class RunRecord:
     recipe: Mapping[str, str]
     environment: Mapping[str, Any]
     checkpoints: tuple[SavedStep, ...]
-    samples: Mapping[str, PromptSamples]
+    samples: tuple[SavedSample, ...]
+    sample_counts: Mapping[str, int]
     notes: tuple[str, ...] = ()
 
     @property
@@ -121,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
     metrics_file = MetricsFile(path / METRICS_FILE)
     metrics = RunMetrics.of(metrics_file)
     samples_file = MetricsFile(path / SAMPLES_FILE)
-    samples = _read_samples(samples_file)
+    samples, sample_counts = _read_samples(samples_file)
     skipped = {METRICS_FILE: metrics_file.num_skipped, SAMPLES_FILE: samples_file.num_skipped}
     return RunRecord(
         str(path),
@@ -131,28 +117,29 @@ def read_run(path: Path) -> RunRecord:
         environment=_read_environment(path / ENVIRONMENT_FILE),
         checkpoints=tuple(SavedStep(step, folder_nbytes(step_folder(path, step))) for step in saved_steps(path)),
         samples=samples,
+        sample_counts=sample_counts,
         notes=tuple(_skip_note(path / name, count) for name, count in skipped.items() if count),
     )
 
 
-def _read_samples(lines: Iterable[Mapping[str, Any]]) -> dict[str, PromptSamples]:
-    """Return the samples of a file by prompt; lines without a prompt and a text are ignored."""
-    kept: dict[str, EvenSample[SavedSample]] = {}
-    last: dict[str, SavedSample] = {}
-    for line in lines:
+def _read_samples(lines: Iterable[Mapping[str, Any]]) -> tuple[tuple[SavedSample, ...], dict[str, int]]:
+    """Return the samples of a file, and their number by prompt; lines without a prompt and a text are ignored."""
+    kept: dict[str, EvenSample[tuple[int, SavedSample]]] = {}
+    last: dict[str, tuple[int, SavedSample]] = {}
+    for number, line in enumerate(lines):
         prompt, text = line.get("prompt"), line.get("text")
         if not isinstance(prompt, str) or not isinstance(text, str):
             continue
         if prompt not in kept and len(kept) == MAX_PROMPTS:
             continue
         shown = text if len(text) <= MAX_TEXT_NCHARS else f"{text[:MAX_TEXT_NCHARS]} ..."
-        last[prompt] = SavedSample(line["step"], prompt, shown)
+        last[prompt] = number, SavedSample(line["step"], prompt, shown)
         kept.setdefault(prompt, EvenSample(MAX_TEXTS)).add(last[prompt])
-    samples: dict[str, PromptSamples] = {}
-    for prompt, texts in kept.items():
-        missing_last = [] if texts.items[-1] is last[prompt] else [last[prompt]]
-        samples[prompt] = PromptSamples((*texts.items, *missing_last), texts.count)
-    return samples
+    by_line = dict(last.values())
+    for texts in kept.values():
+        by_line.update(texts.items)
+    samples = tuple(by_line[number] for number in sorted(by_line))
+    return samples, {prompt: texts.count for prompt, texts in kept.items()}
 
 
 def _skip_note(path: Path, count: int) -> str:

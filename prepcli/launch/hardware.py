@@ -214,7 +214,8 @@ def _no_devices_error(count: int) -> PrepError:
 
 
 def _tpu_pod_hardware(options: GkeOptions, generation: TpuGeneration, training: Training) -> Hardware:
-    slices, topology = num_slices(training.slices), options.topology
+    slices = num_slices(training.slices)
+    topology = options.topology
     fitting = _fitting_shape(generation, training.slice_devices)
     if topology is None:
         why = "GKE finds the nodes of a slice by its topology"

@@ -212,7 +212,8 @@ class ProcessWatcher:
         return f"exited with {returncode}"
 
     def _failure(self, index: int) -> PrepError:
-        code, end = self._code(index), f"process {index} {self._end_text(index)}"
+        code = self._code(index)
+        end = f"process {index} {self._end_text(index)}"
         if self._is_lost(index):
             return PrepError(end, "the others cannot train without it", RESUME_HINT, code)
         if code in (STOPPED, INTERRUPTED):

@@ -107,12 +107,15 @@ class BucketLock:
             note: Receives a line if the URL cannot be locked or unlocked.
             renew_s: Seconds between two renewals.
         """
-        self._bucket, self._note, self._renew_s = bucket, note, renew_s
+        self._bucket = bucket
+        self._note = note
+        self._renew_s = renew_s
         self._owner = LockOwner(socket.gethostname(), os.getpid(), plan_digest, secrets.token_hex(8))
         self._version: ObjectVersion | None = None  # of the lock object; None if this process has not written it
         self._new_owner: LockOwner | None = None  # that took the lock over
         self._renewed_s = 0.0
-        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._mutex = threading.Lock()
+        self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> BucketLock:
@@ -220,13 +223,15 @@ class BucketLock:
                 else:
                     self._new_owner = holder
             if version is not None:
-                self._version, self._renewed_s = version, time.monotonic()
+                self._version = version
+                self._renewed_s = time.monotonic()
 
     def release(self) -> None:
         """Remove the lock object, unless another process has taken the lock over."""
         self._released.set()
         with self._mutex:
-            is_held, self._version = self._version is not None and self._new_owner is None, None
+            is_held = self._version is not None and self._new_owner is None
+            self._version = None
         if not is_held:
             return
         try:

@@ -28,7 +28,9 @@ from prepcli.cli.main import main
 from prepcli.console.unexpected import BUG
 from tests.helpers.tiny_checkpoints import ALL_CONFIGS, LLAMA, make_checkpoint
 
-MAX_MESSAGE_CHARS = 3000  # of an error that lists the problems of a recipe; others are far shorter
+MAX_MESSAGE_CHARS = 1000
+MAX_RECIPE_MESSAGE_CHARS = 5000  # an error of a recipe lists up to 20 problems
+RECIPE_KINDS = ("recipe", "override")
 EXIT_CODES = {0, 1, 2}
 
 NUMBERS = (0, -1, 1, 2, 7, 131, 1 << 31, 1 << 63, 10**18, 10**30, 10**400, 0.5, -0.0, 1e-300, 1e300)
@@ -258,7 +260,7 @@ def manifest_sample(rng: random.Random) -> list[str]:
 
 def recipe_sample(rng: random.Random) -> list[str]:
     """Mutate a recipe; return a command that reads it."""
-    lines = RECIPE.splitlines()
+    lines: list[str] = list(RECIPE.splitlines())
     for _ in range(rng.randint(1, 3)):
         index = rng.randrange(len(lines))
         key, equals, _ = lines[index].partition(" = ")
@@ -332,7 +334,7 @@ def run_sample(number: int, seed: int) -> tuple[str, int, Failure | None]:
         why = f"exit code {code}"
     elif BUG in message:
         why = message.partition("why: ")[2].partition("\n")[0]
-    elif code and len(message) > MAX_MESSAGE_CHARS:
+    elif code and len(message) > (MAX_RECIPE_MESSAGE_CHARS if kind in RECIPE_KINDS else MAX_MESSAGE_CHARS):
         why = f"a message of {len(message):,} characters: {message[:300]}"
     elif "--json" in words:
         json.loads(out.getvalue())

@@ -103,7 +103,9 @@ def _wait(stdout: IO[str], watch: CompileWatch) -> str | None:
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(stdout, lines), daemon=True).start()
-    start_s, phase, answer = time.monotonic(), _FIRST_PHASE, None
+    start_s = time.monotonic()
+    phase = _FIRST_PHASE
+    answer: str | None = None
     while True:
         elapsed_s = time.monotonic() - start_s
         if watch.limit_s is not None and elapsed_s >= watch.limit_s:

@@ -18,7 +18,8 @@ def load_json(data: bytes) -> Any:
         data: The text in UTF-8.
 
     Raises:
-        ValueError: It is not JSON, a number has too many digits, or objects or lists are nested too deeply.
+        ValueError: It is not JSON, a number has too many digits, a text is not Unicode, or objects or lists are nested
+            too deeply.
 
     Example:
         >>> load_json(b'{"time_step_limit": [0.0, Infinity]}')
@@ -31,6 +32,8 @@ def load_json(data: bytes) -> Any:
     except RecursionError as error:
         raise _depth_error() from error
     check_depth(value)
+    if b"\\ud" in data.lower():
+        _check_surrogates(value)
     return value
 
 
@@ -43,6 +46,14 @@ def check_depth(value: Any) -> None:
             raise _depth_error()
         children = container.values() if isinstance(container, dict) else container
         pending += [(child, depth + 1) for child in children if isinstance(child, dict | list)]
+
+
+def _check_surrogates(value: Any) -> None:
+    """Raise ValueError for a text that no file can have in UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has half of a surrogate pair") from error
 
 
 def _depth_error() -> ValueError:

@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 
+from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import usage_error
 from trainer.models.launchers import COMPLETION_INDEX, KUBERNETES, OPEN_MPI, SLURM, TPU_HOST_VARIABLES, TPU_POD
 
@@ -38,8 +39,8 @@ def coordinator_address(launcher: str, environ: Mapping[str, str], *, default_po
         raise usage_error(
             "the address of process 0 is unknown", why, "set JAX_COORDINATOR_ADDRESS or `cluster.host0_address`"
         )
-    port_text = environ.get("JAX_COORDINATOR_PORT", "")
-    return join_host_port(host, int(port_text) if port_text.isdecimal() else port), variable
+    named_port = parse_decimal(environ.get("JAX_COORDINATOR_PORT", ""))
+    return join_host_port(host, port if named_port is None else named_port), variable
 
 
 def join_host_port(host: str, port: int) -> str:
@@ -84,7 +85,7 @@ def _launcher_host(launcher: str, environ: Mapping[str, str]) -> tuple[str, int,
 
 
 def _dynamic_port(job: str) -> int:
-    return FIRST_DYNAMIC_PORT + (int(job) if job.isdecimal() else 0) % NUM_DYNAMIC_PORTS
+    return FIRST_DYNAMIC_PORT + (parse_decimal(job) or 0) % NUM_DYNAMIC_PORTS
 
 
 def _open_mpi_host(uri: str) -> tuple[str, int, str]:
@@ -93,8 +94,8 @@ def _open_mpi_host(uri: str) -> tuple[str, int, str]:
     Examples: `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911` and `1314521088.0;tcp6://[fe80::b9b,2620::2]:43370`.
     """
     match = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
-    job = uri.partition(".")[0]
-    port = _dynamic_port(str(int(job) >> 12) if job.isdecimal() else "")  # the low 12 bits are 0
+    job = parse_decimal(uri.partition(".")[0]) or 0
+    port = _dynamic_port(str(job >> 12))  # the low 12 bits are 0
     return (match[1] or match[2]) if match else "", port, "OMPI_MCA_orte_hnp_uri"
 
 

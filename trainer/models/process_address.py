@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.models.coordinator_address import coordinator_address, join_host_port
+from trainer.models.decimal_text import parse_decimal
 from trainer.models.errors import usage_error
 from trainer.models.launchers import LaunchedProcess, detect_launcher, job_name, launcher_variables, pod_process
 
@@ -191,5 +192,4 @@ def _num_visible_devices(environ: Mapping[str, str]) -> int | None:
 
 def _num_host_devices(environ: Mapping[str, str]) -> int:
     """Return the number of accelerators that SLURM allocated on this host; 0 if it is unknown."""
-    text = environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(text) if text.isdecimal() else 0
+    return parse_decimal(environ.get("SLURM_GPUS_ON_NODE", "")) or 0

@@ -261,9 +261,10 @@ ADVICE: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("eval_predictor", "eval_metric_fn", "compute_metrics"),
-        "`prep.train(metric_fn=...)` evaluates functions of logits and targets",
+        "`prep eval RUN --metric NAME` scores generated targets, `prep.train(metric_fn=...)` logits",
     ),
-    **dict.fromkeys(("max_generation_new_tokens", "max_new_tokens"), "`prep generate RUN --max-new-tokens N`"),
+    "max_generation_new_tokens": "`prep eval RUN --metric NAME --seq-length N`: N limits the generated targets",
+    "max_new_tokens": "`prep generate RUN --max-new-tokens N`",
     **dict.fromkeys(("n_real_tokens",), "`prep pad-vocab --true-vocab N` records the size without padding"),
     **dict.fromkeys(("force_pad_embeddings",), "`prep pad-vocab CHECKPOINT --multiple N` pads the vocabulary"),
     "data_args.mode": "`data.fields`: brackets for the encoder, none for clm",

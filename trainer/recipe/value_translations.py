@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from trainer.models.decimal_text import parse_decimal
 from trainer.recipe.synonyms import SYNONYMS, name_suffixes
 
 
@@ -60,8 +61,8 @@ def _profile(steps: Any) -> Any:
         return ValueAdvice("remove it: no steps are recorded by default")
     if steps is True or steps in ("true", "True"):
         return {"start": 10, "steps": 3}
-    is_number = isinstance(steps, int) or (isinstance(steps, str) and steps.isdecimal())
-    return {"start": 10, "steps": int(steps)} if is_number else steps
+    number = parse_decimal(steps) if isinstance(steps, str) else steps
+    return {"start": 10, "steps": number} if isinstance(number, int) else steps
 
 
 # Functions that translate a value of another trainer. A dotted name applies only in its table.

@@ -240,7 +240,7 @@ def test_killed_upload_resumes(site: StoreSite, home: Path):
 
 def test_of_two_outputs_at_one_url_one_is_written(site: StoreSite, home: Path):
     """In every interleaving: the other one finds the lock, the objects of a partial output, or the whole output."""
-    arguments = ("save-init", str(home / "m"), "--out", "gs://bucket/out", "--mesh")
+    arguments = ("save-init", str(home / "m"), "--pad-vocab", "8", "--out", "gs://bucket/out", "--mesh")
     running = []
     for number, mesh in enumerate(("1,2,2", "1,4,1")):
         folder = site.cwd / str(number)
@@ -249,6 +249,8 @@ def test_of_two_outputs_at_one_url_one_is_written(site: StoreSite, home: Path):
             running.append(site.start_prep(*arguments, mesh))
     reports = [json.loads(process.communicate()[0]) for process in running]
     assert sorted(report["ok"] for report in reports) == [False, True], reports
+    loser = next(report["error"]["what"] for report in reports if not report["ok"])
+    assert loser.startswith("gs://bucket/out ")
     winner = next(report for report in reports if report["ok"])
     manifest = json.loads(site.store.objects["bucket/out/prep-manifest.json"])
     assert manifest["plan"] == winner["plan_digest"]

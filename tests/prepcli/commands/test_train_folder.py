@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prepcli.commands.recipes import shipped_recipe
 from prepcli.commands.train_folder import check_last_step, check_shared_folder, hold_run, run_place
 from prepcli.console.ui import open_ui
 from prepcli.errors import FAILED, STOPPED, PrepError
@@ -15,6 +16,7 @@ from prepcli.execution.local_run import LocalRun
 from tests.helpers.thread_groups import run_together
 from trainer.distributed.hosts import PROBE_PREFIX
 from trainer.distributed.process_group import SingleProcess
+from trainer.recipe import load_recipe
 
 
 def test_check_shared_folder_creates_the_folder(tmp_path: Path):
@@ -47,7 +49,8 @@ def test_check_shared_folder_keeps_other_files(tmp_path: Path, name: str):
 
 
 def test_check_accepts_a_probe_of_a_killed_start(tmp_path: Path):
-    place = run_place(tmp_path, "tuned", open_ui("train", as_json=False, quiet=True, verbose=0))
+    recipe = load_recipe(shipped_recipe("gpt2")).recipe
+    place = run_place(tmp_path, recipe, open_ui("train", as_json=False, quiet=True, verbose=0))
     (tmp_path / f"{PROBE_PREFIX}old").touch()
     place.check(1)
     (tmp_path / f"{PROBE_PREFIX}old").rename(tmp_path / "old")

@@ -36,10 +36,9 @@ def test_resumed_run_has_the_samples_of_a_whole_one(work_dir: Path, capsys: pyte
         file.write(json.dumps({"step": 8, "prompt": "w50", "text": "of a step that was not saved"}) + "\n")
     run_ok("train", "recipe.toml", "--out", "cut", *SETTINGS)
     assert read_lines("cut") == lines
-    for prompt, samples in read_run(Path("cut")).samples.items():
-        expected = [(line["step"], line["text"]) for line in lines if line["prompt"] == prompt]
-        assert [(sample.step, sample.text) for sample in samples.texts] == expected
-        assert len(expected) == 3
+    assert [(sample.step, sample.text) for sample in read_run(Path("cut")).samples] == [
+        (line["step"], line["text"]) for line in lines
+    ]
 
     run_ok("report", "whole", "cut")
     page = Path("whole", "report.html").read_text()

@@ -42,6 +42,8 @@ def test_deep_json_is_an_error(depth: int, begin: str, end: str) -> None:
         (b"9" * 5000, "a number has 5,000 digits"),
         (b"-" + b"9" * 301, "a number has 302 digits"),
         (b'"\xff"', "its text is not UTF-8"),
+        (b'{"a": ["\\ud800"]}', "half of a surrogate pair"),
+        (b'{"\\uD800": 1}', "half of a surrogate pair"),
         (b"{", "Expecting property name"),
         (b"", "Expecting value"),
     ],

@@ -18,6 +18,7 @@ from trainer.recipe.diagnostics import MAX_SHOWN
 from trainer.recipe.formatting import alternatives, example_value, to_toml
 from trainer.recipe.synonyms import ADVICE, SYNONYMS, advice_for, key_for_synonym
 from trainer.recipe.tables import KEY_SCHEMAS, value_of
+from trainer.recipe.unknown_keys import unknown_key_hint
 from trainer.recipe.value_translations import VALUE_TRANSLATIONS, translate_value
 
 LIBRARY_WORDS = re.compile(
@@ -284,3 +285,20 @@ def test_override_hints_are_valid_overrides():
 )
 def test_errors_hide_library_messages(text: str):
     assert not LIBRARY_WORDS.search(str(error_of(text)))
+
+
+@pytest.mark.parametrize(
+    ("key", "command"),
+    [
+        ("eval_args.max_generation_new_tokens", "`prep eval RUN --metric NAME --seq-length N`"),
+        ("max_new_tokens", "`prep generate RUN --max-new-tokens N`"),
+        ("eval_predictor", "`prep eval RUN --metric NAME`"),
+        ("eval_metric_fn", "`prep eval RUN --metric NAME`"),
+    ],
+)
+def test_hints_of_generation_name_the_commands_of_the_migration_pages(key: str, command: str):
+    assert unknown_key_hint(key, 1).startswith(command)
+    page = {"eval_args": "flaxlm", "eval_predictor": "redco", "eval_metric_fn": "redco"}.get(key.partition(".")[0])
+    if page is not None:
+        rows = Path(__file__).parents[3].joinpath(f"docs/how-to/migrate-from-{page}.md").read_text().splitlines()
+        assert command.replace(" RUN", "") in next(row for row in rows if f"`{key}`" in row)

@@ -1,0 +1,15 @@
+"""Decimal numbers in environment variables and names."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile("[0-9]{1,19}")
+
+
+def parse_decimal(text: str) -> int | None:
+    """Return the number of a text of at most 19 digits; None for any other text.
+
+    `int` refuses more than 4,300 digits, and `str.isdecimal` accepts them and digits of other scripts.
+    """
+    return int(text) if _NUMBER.fullmatch(text) else None
