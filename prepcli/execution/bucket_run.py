@@ -164,8 +164,9 @@ class BucketRun:
         self._lock = None
 
     def _check_lock(self) -> None:
+        # The same recipe takes the lock over at once, and deletes the objects of a step without a manifest.
         if self._lock is not None:
-            self._lock.check()
+            self._lock.confirm()
 
     def leave(self) -> None:
         """Release the lock after an error."""
@@ -226,6 +227,7 @@ class BucketRun:
         """Upload a file of the local folder now, and again with each step."""
         if name not in self._stored:
             self._stored.append(name)
+        self._check_lock()
         path = self.local_folder / name
         try:
             with open_regular_file(path) as file:

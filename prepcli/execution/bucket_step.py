@@ -186,6 +186,7 @@ class BucketStep:
             return self.bucket.write(name, stage.folder / name)
 
         map_in_daemon_threads(upload, first_names, num_threads=NUM_THREADS)
+        self.check_lock()
         for name in last_names:
             upload(name)
 

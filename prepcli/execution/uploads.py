@@ -11,22 +11,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from prepcli.console.progress import Progress
 from prepcli.console.ui import Report, Ui
+from prepcli.engine.digest import digest
 from prepcli.engine.files import io_error
 from prepcli.engine.no_follow import open_no_follow, read_no_follow
 from prepcli.errors import DamagedError, PrepError, usage_error
 from prepcli.execution.paths import remove_path
 from prepcli.execution.staging import WORK_FOLDER
-from prepcli.formats.manifest import MANIFEST_FILE, decode_manifest, foreign_output_error
+from prepcli.formats.manifest import (
+    FILES_KEY,
+    MANIFEST_FILE,
+    SIZE_KEY,
+    XXH3_KEY,
+    decode_manifest,
+    foreign_output_error,
+)
 from prepcli.remote.bucket_lock import BucketLock, check_lock, lock_owner
 from prepcli.remote.object_store import Bucket, ObjectStoreUrl, is_url, parse_url
-from prepcli.remote.placeholders import read_all
+from prepcli.remote.placeholders import SMALL_NBYTES, read_all
 from prepcli.remote.remote_files import RemoteFile
 from prepcli.remote.retries import retry_policy_from_env
 from prepcli.sources.symlinks import resolve_small_file
@@ -145,14 +153,16 @@ def _report_if_uploaded(
     make_output: Callable[[Path, bool], Report],
 ) -> Report | None:
     """Return the report of a complete output, None without a manifest. PrepError for another output."""
-    stored_plan = _stored_plan(bucket, remote_files)
-    if stored_plan is None:
+    manifest = _stored_manifest(bucket, remote_files)
+    if manifest is None:
         return None
     report = make_output(request.local_folder, True)
-    is_same_plan = stored_plan == report.fields["plan_digest"]
-    if not is_same_plan or request.restart:
-        another = "it was made by another request, or of another source"
-        why = "this command created it earlier" if is_same_plan else another
+    is_same_plan = manifest.get("plan") == report.fields["plan_digest"]
+    is_complete = is_same_plan and _has_intact_files(bucket, remote_files, manifest)
+    if not is_complete or request.restart:
+        why = "it was made by another request, or of another source"
+        if is_same_plan:
+            why = "this command created it" + (" earlier" if is_complete else ", but its files are damaged")
         raise PrepError(f"{bucket.name} already exists", why, "`--out` another address, or `--overwrite`")
     ui.note(f"already done: {request.url} was made by the same request from the same source")
     _remove_local_files(request)
@@ -162,13 +172,32 @@ def _report_if_uploaded(
 
 def _stored_plan(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> str | None:
     """Return the plan's digest in the manifest of an output; None without a manifest, empty for a damaged one."""
-    manifest = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
-    if manifest is None:
+    manifest = _stored_manifest(bucket, remote_files)
+    return None if manifest is None else str(manifest.get("plan", ""))
+
+
+def _stored_manifest(bucket: Bucket, remote_files: Sequence[RemoteFile]) -> Mapping[str, Any] | None:
+    """Return the manifest of an output; None without a manifest, empty for a damaged one."""
+    file = next((file for file in remote_files if file.path == MANIFEST_FILE), None)
+    if file is None:
         return None
     try:
-        return str(decode_manifest(Path(MANIFEST_FILE), read_all(bucket, manifest))["plan"])
+        return decode_manifest(Path(MANIFEST_FILE), read_all(bucket, file))
     except DamagedError:
-        return ""
+        return {}
+
+
+def _has_intact_files(bucket: Bucket, remote_files: Sequence[RemoteFile], manifest: Mapping[str, Any]) -> bool:
+    """Return whether the listed files of an output exist, and those that are fetched whole equal their records."""
+    files = {file.path: file for file in remote_files}
+    for name, record in manifest.get(FILES_KEY, {}).items():
+        file = files.get(name)
+        if file is None or file.size != record[SIZE_KEY]:
+            return False
+        is_fetched = XXH3_KEY in record and file.size <= SMALL_NBYTES
+        if is_fetched and digest(read_all(bucket, file)) != record[XXH3_KEY]:
+            return False
+    return True
 
 
 def _remove_local_files(request: UploadRequest) -> None:
@@ -281,9 +310,9 @@ def _uploaded_names(marks_path: Path, plan_digest: str, remote_files: Sequence[R
     names, known_files = set[str](), {*remote_files}
     for line in read_no_follow(marks_path).splitlines():
         try:
-            mark_plan_digest, path, size, digest = load_json(line)
+            mark_plan_digest, path, size, file_digest = load_json(line)
         except (ValueError, TypeError):  # the header, or a line that was cut short by a kill
             continue
-        if mark_plan_digest == plan_digest and RemoteFile(path, size, digest) in known_files:
+        if mark_plan_digest == plan_digest and RemoteFile(path, size, file_digest) in known_files:
             names.add(path)
     return names

@@ -59,7 +59,7 @@ class RunRecord:
         recipe: Value of each recipe key as TOML.
         environment: Machine, data and versions of the last start; empty for a run of an earlier prep.
         checkpoints: The saved steps.
-        samples: Generated texts in the order of steps. Of many texts, evenly spaced ones and the last one of each prompt.
+        samples: Generated texts in the order of steps: of many, evenly spaced ones and the last one of each prompt.
         sample_counts: Number of all texts by prompt.
         notes: Messages about parts of the files that were not read.
     """

@@ -175,10 +175,23 @@ class BucketLock:
         Raises:
             PrepError: Another process has taken the lock over, or the store does not answer.
         """
-        if self._version is None:
-            return
         if time.monotonic() - self._renewed_s > UNSURE_S:
-            self._renew()
+            self.confirm()
+        else:
+            self._check_owner()
+
+    def confirm(self) -> None:
+        """Check as `check` does, but always ask the store.
+
+        A holder with the same plan may have taken the lock over since the last renewal.
+
+        Raises:
+            PrepError: Another process has taken the lock over, or the store does not answer.
+        """
+        self._renew()
+        self._check_owner()
+
+    def _check_owner(self) -> None:
         if self._new_owner is not None:
             why = f"{self._new_owner} works on it now"
             raise PrepError(

@@ -170,6 +170,7 @@ def read_rows(folder: Path, tokens: MappedTokens, *, checks_digests: bool = True
     try:
         meta = _parse_meta(folder, read_regular_file(folder / META_FILE))
         arrays = _map_arrays(folder, meta, checks_digests=checks_digests)
+        _check_settings(folder, meta, arrays, tokens, checks_lengths=checks_digests)
     except DamagedStoreError:
         raise
     except (OSError, PrepError) as error:
@@ -197,6 +198,16 @@ def _map_arrays(folder: Path, meta: RowsMeta, *, checks_digests: bool) -> dict[s
         # A plain array: each slice of a memmap creates another object of that class, which is slow.
         arrays[name] = np.asarray(np.memmap(path, dtype, "r", shape=(n_items,)))
     return arrays
+
+
+def _check_settings(
+    folder: Path, meta: RowsMeta, arrays: Mapping[str, npt.NDArray[Any]], tokens: MappedTokens, *, checks_lengths: bool
+) -> None:
+    """Raise DamagedStoreError if `rows.json`, which has no digest, differs from the tokens or from the arrays."""
+    if meta.seq_length != tokens.seq_length:
+        raise _damaged_rows_error(folder, f"{META_FILE} has rows of {meta.seq_length:,} tokens")
+    if checks_lengths and meta.max_length != int(arrays[LENGTHS_FILE].max()):
+        raise _damaged_rows_error(folder, f"{META_FILE} has pieces of {meta.max_length:,} tokens")
 
 
 def _read_valid_rows(folder: Path, tokens: MappedTokens, note: Note = lambda text: None) -> PackedRows | None:

@@ -48,6 +48,11 @@ class _Worker:
         self.requests = cast(BinaryIO, self._process.stdout)
         self.answers = cast(BinaryIO, self._process.stdin)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process has started the worker, and nobody has ended it meanwhile."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
     def stop(self) -> int:
         """End the process; return its exit code, or minus the number of the signal that ended it before."""
         self._process.kill()
@@ -149,7 +154,7 @@ def _take_worker() -> _Worker:
     """Return an idle worker, or a new one. A forked process does not use the workers of its parent."""
     while _idle:
         worker = _idle.pop()
-        if worker.owner == os.getpid():
+        if worker.is_usable:
             return worker
     return _Worker()
 

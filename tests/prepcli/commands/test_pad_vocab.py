@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_size_below_true_rows_is_rejected():
     assert caught.value.code == USAGE
 
 
-@pytest.mark.parametrize("option", [("--multiple", str(10**12)), ("--size", str(2**62))])
+@pytest.mark.parametrize("option", [("--multiple", "1000000"), ("--size", "2147483647")])
 def test_lack_of_space_is_found_before_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: tuple[str, str]
 ):
@@ -67,6 +68,7 @@ def test_lack_of_space_is_found_before_work(
 
     make_checkpoint(tmp_path / "m", GPT_NEO)
     monkeypatch.setattr("prepcli.planning.coverage.check", refuse_work)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10**6))
     err = run_failing(capsys, FAILED, "pad-vocab", str(tmp_path / "m"), *option, "--out", str(tmp_path / "out"))
     assert err.startswith("error: not enough room for out\n")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -17,13 +17,13 @@ from prepcli.cli.main import main
 from prepcli.commands.train_folder import check_last_step
 from prepcli.engine.budget import make_budget
 from prepcli.errors import PrepError
-from prepcli.execution import bucket_run
+from prepcli.execution import bucket_run, bucket_step
 from prepcli.execution.bucket_run import BucketRun
 from prepcli.execution.run_folder import RunFolder
 from prepcli.execution.step_writer import MEMORY_NBYTES
 from prepcli.formats.manifest import MANIFEST_FILE
 from prepcli.planning.plan import OutputLeaf
-from prepcli.remote import bucket_lock, placeholders, remote_files
+from prepcli.remote import placeholders, remote_files
 from prepcli.remote.object_store import parse_url
 from prepcli.remote.remote_files import LOCK_FILE
 from prepcli.remote.retries import RetryPolicy
@@ -156,10 +156,7 @@ def test_another_recipe_cannot_write_to_a_run(init: Path, state: TrainingState, 
         run.save(2, host_leaves(state), {})
 
 
-def test_a_run_that_was_taken_over_saves_no_step(
-    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(bucket_lock, "UNSURE_S", -1.0)  # each check asks the store
+def test_a_run_that_was_taken_over_saves_no_step(init: Path, state: TrainingState, store: FakeObjectStore):
     old, new = RunFolder(make_run(), init, name="tuned", keep=1), make_run()
     new.acquire(lambda text: None)
     with pytest.raises(PrepError, match="was taken over"):
@@ -168,6 +165,43 @@ def test_a_run_that_was_taken_over_saves_no_step(
     assert new.steps() == []
     assert f"{PREFIX}{LOCK_FILE}" in store.objects, "the lock of the new holder stays"
     new.release()
+
+
+def test_a_take_over_during_a_save_leaves_no_damaged_step(
+    init: Path, state: TrainingState, store: FakeObjectStore, monkeypatch: pytest.MonkeyPatch
+):
+    """The new holder deletes the objects of the step that the old one is writing."""
+    place, new = make_run(), make_run()
+    old = RunFolder(place, init, name="tuned", keep=1)
+    old.save(1, host_leaves(state), {})
+    finalize = bucket_step.finalize_output
+
+    def take_over(*args: Any, **options: Any) -> None:
+        finalize(*args, **options)
+        new.acquire(lambda text: None)
+
+    monkeypatch.setattr(bucket_step, "finalize_output", take_over)
+    with pytest.raises(PrepError, match="was taken over"):
+        old.save(2, host_leaves(state), {})
+    old.close()
+    assert new.steps() == [1], "a step without its data is not visible, and the step before it stays"
+    new.release()
+
+
+def test_a_run_that_was_taken_over_stores_no_files(store: FakeObjectStore):
+    """The metrics of the new holder stay when the old one ends with an error."""
+    old, new = make_run(), make_run()
+    for run in (old, new):
+        run.acquire(lambda text: None)
+    Path("local").mkdir()
+    Path("local/metrics.jsonl").write_bytes(b"new")
+    new.store_file("metrics.jsonl")
+    Path("local/metrics.jsonl").write_bytes(b"old")
+    with pytest.raises(PrepError, match="was taken over"):
+        old.store_file("metrics.jsonl")
+    assert store.objects[f"{PREFIX}metrics.jsonl"] == b"new"
+    for run in (old, new):
+        run.release()
 
 
 @pytest.mark.parametrize("count", slow_except([2, 3], [3]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from prepcli.console.ui import Report, Ui
+from prepcli.engine.digest import digest
 from prepcli.errors import PrepError
 from prepcli.execution.uploads import UploadRequest, _uploaded_names, make_and_upload, parse_out_url
+from prepcli.formats.manifest import encode_manifest
 from prepcli.remote.object_store import ObjectStoreUrl
 from prepcli.remote.remote_files import RemoteFile
 from tests.helpers.object_server import serve_objects
@@ -41,15 +44,25 @@ def test_uploaded_names_require_unchanged_remote_files(tmp_path: Path):
     assert _uploaded_names(path, "p", remote_files) == {"a"}
 
 
+def manifest_of(plan: str, files: Mapping[str, bytes] | None = None) -> bytes:
+    """Return the manifest of an output with these small files."""
+    records = {name: {"bytes": len(content), "xxh3": digest(content)} for name, content in (files or {}).items()}
+    content = {"kind": "hf", "request": "", "plan": plan, "config": {}, "tensors": {}, "prefixed": False, "tied": False}
+    return encode_manifest({**content, "files": records})
+
+
+MINE = manifest_of("mine")
+
+
 @pytest.mark.parametrize(
     ("objects", "overwrite", "error"),
     [
-        ({"prep-manifest.json": b'{"plan": "other"}'}, False, "already exists"),
+        ({"prep-manifest.json": manifest_of("other")}, False, "already exists"),
         ({"prep-manifest.json": b"{"}, False, "already exists"),
         ({"data": b"1"}, False, "is something else"),
         ({"data": b"1"}, True, "is something else"),
-        ({"prep-manifest.json": b'{"plan": "other"}'}, True, ""),
-        ({"prep-manifest.json": b'{"plan": "mine"}', "whole": b"1"}, False, ""),
+        ({"prep-manifest.json": manifest_of("other")}, True, ""),
+        ({"prep-manifest.json": MINE, "whole": b"1"}, False, ""),
     ],
 )
 def test_upload_sees_what_others_wrote_meanwhile(
@@ -63,7 +76,7 @@ def test_upload_sees_what_others_wrote_meanwhile(
 
         def make_output(folder: Path, dry_run: bool) -> Report:
             folder.mkdir(parents=True)
-            (folder / "prep-manifest.json").write_text('{"plan": "mine"}')
+            (folder / "prep-manifest.json").write_bytes(MINE)
             for name, content in objects.items():
                 store.store(f"bucket/out/{name}", content)
             return Report(str(folder), {"plan_digest": "mine"})
@@ -76,5 +89,28 @@ def test_upload_sees_what_others_wrote_meanwhile(
         else:
             make_and_upload(request, False, ui=Ui("save-init"), make_output=make_output)
             uploaded = store.objects_below("bucket/out/")
-            assert uploaded["prep-manifest.json"] == b'{"plan": "mine"}'
+            assert uploaded["prep-manifest.json"] == MINE
             assert ("whole" in uploaded) == ("whole" in objects), "a complete output is left as it is"
+
+
+@pytest.mark.parametrize("stored", [b"{}", b"{ }", b"[]", None])
+def test_damaged_upload_is_not_already_done(stored: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    request = UploadRequest(ObjectStoreUrl("gs", "bucket", "out"), dry_run=False, overwrite=False, restart=False)
+    objects = {"bucket/out/prep-manifest.json": manifest_of("mine", {"config.json": b"{}"})}
+    if stored is not None:
+        objects["bucket/out/config.json"] = stored
+    with serve_objects(objects) as store:
+        for name, value in store.environment().items():
+            monkeypatch.setenv(name, value)
+
+        def make_output(folder: Path, dry_run: bool) -> Report:
+            assert dry_run
+            return Report(str(folder), {"plan_digest": "mine", "dry_run": True})
+
+        if stored == b"{}":
+            report = make_and_upload(request, False, ui=Ui("export"), make_output=make_output)
+            assert report.fields["already"]
+        else:
+            with pytest.raises(PrepError, match="this command created it, but its files are damaged"):
+                make_and_upload(request, False, ui=Ui("export"), make_output=make_output)

@@ -100,6 +100,18 @@ def test_damaged_rows_are_made_again(config: TokenizeConfig, name: str, damage: 
     assert not [*config.cache.rglob("*.partial")]
 
 
+@pytest.mark.parametrize("key", ["seq_length", "max_length", "n_pieces", "n_rows"])
+def test_changed_numbers_of_rows_are_made_again(config: TokenizeConfig, key: str):
+    """The metadata has no digest of its own."""
+    first = contents(tokenize(config)[1])
+    path = rows_folder(config) / "rows.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, key: values[key] + 2}))
+    _, rows, notes = tokenize(config)
+    assert contents(rows) == first
+    assert any("they are made again" in note for note in notes)
+
+
 def test_rows_of_changed_documents_are_not_used(config: TokenizeConfig):
     """The identity of rows has the digest of the ends of documents."""
     tokenize(config)

@@ -169,3 +169,15 @@ def test_worker_reads_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(read_table(tmp_path / "a.arrow", data)) == 2
     assert process._idle == [worker]
     worker.stop()
+
+
+def test_idle_worker_that_was_killed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """E.g. by the kernel, for memory, while the process trains between two reads."""
+    worker = process._take_worker()
+    worker._process.kill()
+    worker.wait()
+    monkeypatch.setattr(process, "_idle", [worker])
+    data = stream_bytes(text_batch([0, 3, 7], b"cat sat"))
+    assert [row["text"] for row in read_table(tmp_path / "a.arrow", data)] == ["cat", " sat"]
+    assert worker not in process._idle
+    process.stop_workers()
