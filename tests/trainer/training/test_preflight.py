@@ -55,7 +55,7 @@ def load_test_recipe(*overrides: str) -> Recipe:
         (["data.eval_path=nowhere.txt"], "no data in `nowhere.txt`"),
         (["data.eval_path=empty.txt"], "empty.txt is empty"),
         (["data.path=[train.txt, empty.txt]"], "no data in `[train.txt, empty.txt]`"),
-        (['data.path=["train.txt", "empty.txt"]'], "empty.txt is empty"),
+        (['data.path=["empty.txt", "empty.txt"]'], "empty.txt is empty"),
         (["data.split=train"], "`data.split` is 'train'"),
         (["data.path=s3://bucket/a.txt"], "cannot read s3://bucket/a.txt"),
         (["data.type=auto", 'data.path=["train.txt", "recipe.toml"]'], "the type of recipe.toml is unknown"),
@@ -73,6 +73,11 @@ def test_check_inputs_rejects_invalid_input(overrides: list[str], what: str):
 
 def test_check_inputs_accepts_valid_inputs():
     check_inputs(load_test_recipe())
+
+
+def test_check_inputs_accepts_an_empty_file_among_others():
+    Path("empty.txt").touch()
+    check_inputs(load_test_recipe('data.path=["train.txt", "empty.txt"]'))
 
 
 def test_check_inputs_checks_every_source():
