@@ -251,7 +251,7 @@ def test_files_of_a_run_must_be_regular(tmp_path: Path, name: str, kind: str):
 def test_deep_environment_is_an_error(tmp_path: Path):
     run = make_run(tmp_path / "run")
     (run / ENVIRONMENT_FILE).write_text('{"data":' * 100_000)
-    with pytest.raises(PrepError, match="nested too deeply"):
+    with pytest.raises(PrepError, match="nested more than 100 levels deep"):
         prep.report(run)
 
 
