@@ -168,9 +168,11 @@ class LocalRun:
 
         Other processes may still write their shares of that step. The lock then ends with this process.
         """
-        self._remove_unbegun()
-        if not self._is_writing:
-            self.release()
+        try:
+            self._remove_unbegun()
+        finally:
+            if not self._is_writing:
+                self.release()
 
     def _remove_unbegun(self) -> None:
         """Remove the lock file of a run without a recipe and steps, and the folders that `acquire` created."""

@@ -61,7 +61,7 @@ def read_regular_file(path: Path, max_nbytes: int = MAX_SMALL_FILE_NBYTES) -> by
     return content
 
 
-def read_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
+def read_complete_lines(path: Path, *, max_nbytes: int = MAX_LINE_NBYTES) -> Iterator[bytes]:
     """Yield the lines of a regular file without their ends, in bounded memory.
 
     A line above the limit is yielded empty. A last line without an end, e.g. one cut short by a kill, is not yielded.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.files.reading import read_lines
+from trainer.files.reading import read_complete_lines
 from trainer.files.writing import replacing_file
 from trainer.models.errors import PrepError
 
@@ -54,7 +54,7 @@ class MetricsFile:
     def raw_lines(self) -> Iterator[bytes]:
         """Yield the bytes of all lines. PrepError if the file cannot be read."""
         try:
-            yield from read_lines(self._path)
+            yield from read_complete_lines(self._path)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.files.reading import open_regular_file, read_lines, read_regular_file, resolve_named_path
+from trainer.files.reading import open_regular_file, read_complete_lines, read_regular_file, resolve_named_path
 from trainer.models.errors import PrepError
 
 
@@ -71,16 +71,16 @@ def test_resolve_named_path_refuses_paths_outside(name: object):
 def test_read_lines_yields_complete_lines(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_bytes(b"one\n\ntwo\nthr")
-    assert list(read_lines(path)) == [b"one", b"", b"two"]
+    assert list(read_complete_lines(path)) == [b"one", b"", b"two"]
 
 
 def test_read_lines_skips_long_lines(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_bytes(b"1234\n12345\n" + b"x" * 1000 + b"\nend\n" + b"y" * 1000)
-    assert list(read_lines(path, max_nbytes=4)) == [b"1234", b"", b"", b"end"]
+    assert list(read_complete_lines(path, max_nbytes=4)) == [b"1234", b"", b"", b"end"]
 
 
 def test_read_lines_refuses_fifos(tmp_path: Path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(PrepError, match="is not a file"):
-        next(read_lines(tmp_path / "fifo"))
+        next(read_complete_lines(tmp_path / "fifo"))
