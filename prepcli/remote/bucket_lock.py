@@ -94,8 +94,8 @@ def lock_owner(bucket: Bucket) -> LockOwner | None:
     Raises:
         PrepError: The store does not answer, or access is denied.
     """
-    found = read_object(bucket, LOCK_FILE, MAX_NBYTES)
-    return None if found is None else LockOwner.from_bytes(found.content)
+    lock_object = read_object(bucket, LOCK_FILE, MAX_NBYTES)
+    return None if lock_object is None else LockOwner.from_bytes(lock_object.content)
 
 
 class BucketLock:
@@ -154,20 +154,20 @@ class BucketLock:
         """Write the lock object of this owner; return its version."""
         for _ in range(MAX_TRIES):
             version = create_object(self._bucket, LOCK_FILE, self._owner.to_bytes())
-            found = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
-            if version is None and found is not None:
-                version = self._take_over(found)
+            lock_object = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version is None and lock_object is not None:
+                version = self._take_over(lock_object)
             if version is not None:
                 return version
         raise PrepError(f"{self._bucket.name} cannot be locked", "other processes lock it again and again", RERUN_HINT)
 
-    def _take_over(self, found: SmallObject) -> ObjectVersion | None:
+    def _take_over(self, lock_object: SmallObject) -> ObjectVersion | None:
         """Replace the lock object of another owner; None if it has changed meanwhile."""
-        owner = LockOwner.from_bytes(found.content)
+        owner = LockOwner.from_bytes(lock_object.content)
         if owner.token == self._owner.token:
-            return found.version  # an earlier request of this process arrived, and its answer was lost
-        _check_available(self._bucket, found, self._owner.plan)
-        return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), found.version)
+            return lock_object.version  # an earlier request of this process arrived, and its answer was lost
+        _check_available(self._bucket, lock_object, self._owner.plan)
+        return replace_object(self._bucket, LOCK_FILE, self._owner.to_bytes(), lock_object.version)
 
     def check(self) -> None:
         """Check that this process still holds the lock. Call it before an output becomes visible.
@@ -213,13 +213,13 @@ class BucketLock:
             self._owner = LockOwner(owner.host, owner.process, owner.plan, owner.token, owner.renewals + 1)
             content = self._owner.to_bytes()
             version = replace_object(self._bucket, LOCK_FILE, content, self._version)
-            found = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
-            if version is None and found is None:
+            lock_object = None if version else read_object(self._bucket, LOCK_FILE, MAX_NBYTES)
+            if version is None and lock_object is None:
                 version = create_object(self._bucket, LOCK_FILE, content)  # a user removed it
-            elif found is not None:
-                holder = LockOwner.from_bytes(found.content)
+            elif lock_object is not None:
+                holder = LockOwner.from_bytes(lock_object.content)
                 if holder.token == owner.token:
-                    version = found.version
+                    version = lock_object.version
                 else:
                     self._new_owner = holder
             if version is not None:
@@ -235,8 +235,8 @@ class BucketLock:
         if not is_held:
             return
         try:
-            found = lock_owner(self._bucket)
-            if found is not None and found.token == self._owner.token:
+            owner = lock_owner(self._bucket)
+            if owner is not None and owner.token == self._owner.token:
                 self._bucket.delete(LOCK_FILE)
         except PrepError as error:
             self._note(f"{self._bucket.name}/{LOCK_FILE} was not removed: {error.why}")
@@ -244,17 +244,17 @@ class BucketLock:
 
 def check_lock(bucket: Bucket, plan_digest: str) -> None:
     """Raise PrepError if a process with another plan holds a URL's lock."""
-    found = read_object(bucket, LOCK_FILE, MAX_NBYTES)
-    if found is not None:
-        _check_available(bucket, found, plan_digest)
+    lock_object = read_object(bucket, LOCK_FILE, MAX_NBYTES)
+    if lock_object is not None:
+        _check_available(bucket, lock_object, plan_digest)
 
 
-def _check_available(bucket: Bucket, found: SmallObject, plan_digest: str) -> None:
+def _check_available(bucket: Bucket, lock_object: SmallObject, plan_digest: str) -> None:
     """Raise PrepError for the lock object of another plan, unless it is stale by the clock of the store."""
-    owner = LockOwner.from_bytes(found.content)
+    owner = LockOwner.from_bytes(lock_object.content)
     if owner.plan == plan_digest:
         return
-    age = _store_time(bucket) - found.modified
+    age = _store_time(bucket) - lock_object.modified
     if age < timedelta(seconds=STALE_S):
         raise locked_error(bucket, owner)
 
