@@ -18,6 +18,7 @@ from prepcli.commands.export_adapter import plan_adapter_export
 from prepcli.console.formatting import format_bytes, parse_bytes
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
+from prepcli.formats.manifest import LORA_KEY
 from prepcli.formats.safetensors import SUFFIX
 from prepcli.formats.safetensors_layout import split_into_shards
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, vocab_tensors
@@ -139,7 +140,7 @@ def plan_export(request: ExportRequest, source: Source, located: LocatedCheckpoi
     Raises:
         PrepError: The request does not fit the source, or tensors are missing, unexpected or of another shape.
     """
-    if "lora" in source.tree_manifest:
+    if LORA_KEY in source.tree_manifest:
         _check_adapter_request(request, source)
         return plan_adapter_export(source, located, request.dtype)
     _check_request(request, source)

@@ -13,7 +13,7 @@ from prepcli.commands.export import ExportRequest, plan_copy
 from prepcli.commands.tokenizer_files import with_adapter_tokenizer
 from prepcli.console.ui import Report, Ui
 from prepcli.errors import PrepError, usage_error
-from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY, read_manifest
+from prepcli.formats.manifest import BASE_KEY, LORA_KEY, SAMPLE_DIGEST_KEY, read_manifest
 from prepcli.planning.plan import Contiguous, LowRankUpdate, Plan, Stream
 from prepcli.planning.tensors import FLOAT_DTYPES
 from prepcli.restore.digest_checks import sample_digest
@@ -70,7 +70,7 @@ def plan_merge(request: MergeRequest, source: Source, located: LocatedCheckpoint
     Raises:
         PrepError: The adapter is not supported, or does not fit the base.
     """
-    if "lora" in source.tree_manifest:
+    if LORA_KEY in source.tree_manifest:
         why = "it has only adapters; a base is a complete model"
         raise usage_error(f"{source.display_name} is the run of an adapter", why, "`prep merge ADAPTER BASE`")
     settings, adapter = _open_adapter(request.adapter, source)

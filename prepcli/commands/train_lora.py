@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from prepcli.commands.train_start import StartCheckpoint, damage_hint
 from prepcli.errors import PrepError, usage_error
 from prepcli.execution.run_place import RunPlace
-from prepcli.formats.manifest import BASE_KEY, SAMPLE_DIGEST_KEY
+from prepcli.formats.manifest import BASE_KEY, LORA_KEY, SAMPLE_DIGEST_KEY
 from prepcli.restore.weights_reader import WeightsReader
 from prepcli.sources.openers.peft_folder import open_adapter
 from prepcli.sources.openers.peft_settings import read_lora_config
@@ -40,7 +40,7 @@ def with_adapters(
     Raises:
         PrepError: The adapters do not fit the model, or the start checkpoint has adapters only.
     """
-    if "lora" in start.manifest:
+    if LORA_KEY in start.manifest:
         why = "the step of a run with LoRA has only adapters"
         raise usage_error("`model.path` is not a complete model", why, "`prep merge` adds them to their base")
     config = start.manifest["config"]

@@ -22,6 +22,7 @@ from prepcli.engine.compare import Difference, compare_streams
 from prepcli.engine.digest import digest_of_zeros
 from prepcli.errors import PrepError, usage_error
 from prepcli.formats.checksums import read_checksum_bytes
+from prepcli.formats.manifest import LORA_KEY
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, Accounting
 from prepcli.planning.boxes import Range
 from prepcli.planning.plan import Stream
@@ -104,12 +105,28 @@ def _verify(request: VerifyRequest, ui: Ui) -> Report:
     against_located, against_source = open_checkpoint(_against_options(request), ui, allow_adapters=True)
     check_config_option(request.common, source, against_source)
     check_stream(request.common.stream, located, against_located)
+    _check_contents(source, against_source)
     ui.note(source_line(against_source))
     if not (source.state_tensors and against_source.state_tensors):
         for line in _ignored_state_lines((source, against_source)):
             ui.note(line)
         source, against_source = replace(source, state_tensors=()), replace(against_source, state_tensors=())
     return _verify_pair(_collect_model(source), _collect_model(against_source), request, memory_nbytes, ui)
+
+
+def _check_contents(source: Source, against_source: Source) -> None:
+    """Raise PrepError if one checkpoint has adapters and the other one a model: they share no tensor."""
+    if _has_adapters(source) == _has_adapters(against_source):
+        return
+    adapters, model = (source, against_source) if _has_adapters(source) else (against_source, source)
+    what = f"{adapters.display_name} has adapters, and {model.display_name} a model"
+    hint = "compare with the result of `prep merge ADAPTER BASE`; `prep export RUN` writes the adapter of a run"
+    raise PrepError(what, "they have no tensor in common", hint)
+
+
+def _has_adapters(source: Source) -> bool:
+    """Return whether a checkpoint has the adapters of a model without their base."""
+    return source.family is ADAPTER_FAMILY or LORA_KEY in source.tree_manifest
 
 
 def _ignored_state_lines(sources: Iterable[Source]) -> Iterator[str]:

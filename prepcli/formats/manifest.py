@@ -36,7 +36,8 @@ DIGEST_KEY = "digest"  # of the manifest itself; outputs of earlier versions hav
 BASE_KEY = "base"  # of adapters: name and digests of the frozen parameters
 OPTIONAL_KEYS = {BASE_KEY: dict, FILES_KEY: dict, DIGEST_KEY: str}
 SAMPLE_DIGEST_KEY = "sample_digest"  # in the entry of the base: `restore.digest_checks.sample_digest` of its checkpoint
-ADAPTER_KEYS = ("lora", BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
+LORA_KEY = "lora"
+ADAPTER_KEYS = (LORA_KEY, BASE_KEY)  # of a checkpoint of adapters: their settings, and the model that they belong to
 PREP_KEYS = {
     *("format", "kind", "request", "plan", "prep", "source", "command", "name", "family", "config", "vocab", "layout"),
     *(

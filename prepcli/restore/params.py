@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prepcli.errors import PrepError, usage_error
+from prepcli.formats.manifest import LORA_KEY
 from prepcli.remote.placeholders import rename_in_errors
 from prepcli.remote.remote_files import without_read_ahead
 from prepcli.restore.average_reader import AverageReader
@@ -85,7 +86,7 @@ def open_model(
     from trainer.distributed.devices import local_devices
     from trainer.training.setup import check_mesh_divides, model_from_manifest
 
-    if "lora" in source.tree_manifest:
+    if LORA_KEY in source.tree_manifest:
         hint = f"`prep export {source.display_name} --out ADAPTER`, then `prep merge ADAPTER BASE`"
         raise usage_error(f"{source.display_name} is not a complete model", "it has only adapters", hint)
     local_devices()  # an error about devices is raised before anything is read

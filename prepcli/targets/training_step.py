@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prepcli.formats.manifest import STATE_ITEM
+from prepcli.formats.manifest import LORA_KEY, STATE_ITEM
 from prepcli.planning import coverage
 from prepcli.planning.accounting import DEFAULT_MATCH_OPTIONS, TensorNames
 from prepcli.planning.chunk_placement import LeafPiece
@@ -86,7 +86,7 @@ def plan_training_step(
         leaves=item.leaves,
         settings={
             **{key: start_manifest.get(key) for key in COPIED_KEYS},
-            **{key: start_manifest[key] for key in ("lora",) if key in start_manifest},
+            **{key: start_manifest[key] for key in (LORA_KEY,) if key in start_manifest},
             "prefixed": source.names.is_prefixed,
             "kind": "train",
             "config": source.config,
@@ -115,7 +115,7 @@ def _source_of_leaves(leaves: Mapping[str, LeafSpec], start_manifest: Mapping[st
 
 def _is_prefixed(start_manifest: Mapping[str, Any]) -> bool:
     """Return whether tensor names have the family's prefix; those of adapters always have that of PEFT."""
-    return start_manifest["prefixed"] or "lora" in start_manifest
+    return start_manifest["prefixed"] or LORA_KEY in start_manifest
 
 
 def _single_chunk(number: int, piece: LeafPiece) -> Placement:

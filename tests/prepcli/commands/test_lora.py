@@ -191,6 +191,14 @@ def test_steps_of_adapters_are_no_complete_models(work_dir: Path, capsys: pytest
     assert "`model.path` is not a complete model" in capsys.readouterr().err
 
 
+def test_verify_refuses_to_compare_adapters_with_a_model(work_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
+    capsys.readouterr()
+    for words in (["runs/recipe", "tiny-init"], ["tiny-init", "runs/recipe"]):
+        assert main(["verify", *words, "-q"]) == FAILED
+        assert "runs/recipe has adapters, and tiny-init a model" in capsys.readouterr().err
+
+
 def test_resharded_adapters_keep_their_values(work_dir: Path):
     assert main(["train", "recipe.toml", "--set", "train.steps=3", "-q"]) == OK
     assert main(["reshard", "runs/recipe", "--mesh", "1,1,8", "--rule", "kv_heads=none", "--out", "wide", "-q"]) == OK
